@@ -14,7 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Protocol
+
+FACTS_PER_APPEND_MAX = 100
+FACT_BYTES_MAX = 65_536
+# etcd refuses requests of more than 1.5 MiB; both engines keep the same bound, so that what works on one works on the other.
+APPEND_BYTES_MAX = 1_000_000
+APPEND_DEADLINE_S = 2.0
+READ_DEADLINE_S = 2.0
+CONFIRM_DEADLINE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +65,16 @@ class StoredFact:
     body: bytes
 
 
+class Loss(StrEnum):
+    """Why a leader leads no more."""
+
+    RAN_OUT = "lease ran out"  # its own clock reached the end of the lease before a renewal was confirmed
+    STORE_LOST = "store lost"  # the store is gone, or is not the store it was
+    SUPERSEDED = "superseded"  # the store names another leader, or a later term
+    RESIGNED = "resigned"
+    CLOSED = "closed"
+
+
 @dataclass(frozen=True, slots=True)
 class Elected:
     """This candidate leads from now on, in `term`."""
@@ -65,10 +84,11 @@ class Elected:
 
 @dataclass(frozen=True, slots=True)
 class Deposed:
-    """This candidate no longer leads in `term`. reason: e.g. "lease ran out", "store lost", "resigned", "superseded"."""
+    """This candidate no longer leads in `term`. detail: for people."""
 
     term: int
-    reason: str
+    reason: Loss
+    detail: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +113,10 @@ class Conflict(Exception):
     """(kind, key) exists with another body. Same body is no conflict: the append is idempotent."""
 
 
+class Behind(Exception):
+    """The log holds facts that the appender had not seen (`after`). Nothing was written: read on, decide again."""
+
+
 class Engine(Protocol):
     """One candidate's connection to the store. All methods run on the event loop's thread and never block it."""
 
@@ -105,26 +129,42 @@ class Engine(Protocol):
             ConfigError: the address cannot be used at all (permissions, not a database, bad TLS files).
         """
 
-    async def append(self, term: int, facts: Sequence[Fact]) -> int:
+    def leads(self, term: int) -> bool:
+        """Does this candidate lead in `term`, by its own clocks, at this instant? No round trip; never late, also after a
+        pause of the whole process: a listener may not have been told yet of what this already says."""
+
+    async def append(self, term: int, facts: Sequence[Fact], after: int | None = None) -> int:
         """Append facts in order, all or none, if this candidate leads in `term`. Returns the index of the last one.
 
-        At most 100 facts. Appending a (kind, key) again with the same body is a no-op that returns its index.
+        At most 100 facts and 1,000,000 bytes of bodies. Appending a (kind, key) again with the same body is a no-op that
+        returns its index. after: the newest index that the appender has seen; given, new facts are written only if the log
+        ends there, so that a decision never rests on a log that lags (docs/rules.md L4).
 
         Raises:
-            Fenced, Conflict, Unavailable (deadline 2 s; outcome unknown).
+            Fenced, Conflict, Behind, Unavailable (deadline 2 s; outcome unknown).
         """
 
     async def read(self, after: int = 0, limit: int = 1000) -> list[StoredFact]:
-        """Return committed facts with index > after, in order. A linearizable read. Raises Unavailable."""
+        """Return committed facts with index > after, in order. A linearizable read. Raises Unavailable (deadline 2 s)."""
 
     async def confirm(self, term: int) -> int:
         """Prove by a quorum round started now that this candidate still leads in `term`.
 
-        Returns the CLOCK_MONOTONIC reading in nanoseconds taken before the request was sent. Raises Fenced, Unavailable.
+        Returns the CLOCK_MONOTONIC reading in nanoseconds taken before the request was sent. Raises Fenced, Unavailable
+        (deadline 1 s).
         """
 
     async def resign(self, term: int, hold_ms: int = 0) -> None:
-        """Give up leadership of `term` at once and do not campaign for hold_ms. The listener gets Deposed(..., "resigned")."""
+        """Give up leadership of `term` at once and do not campaign for hold_ms. The listener gets Deposed(..., RESIGNED).
+        Does nothing where `term` is not led."""
 
     async def close(self) -> None:
-        """Stop campaigning, give up leadership if held, close. Idempotent."""
+        """Stop campaigning, give up leadership if held (no event), close. Idempotent."""
+
+
+def check_facts(facts: Sequence[Fact]) -> None:
+    """Assert the documented bounds of one append; a breach is a bug of the caller."""
+    assert 1 <= len(facts) <= FACTS_PER_APPEND_MAX, f"an append holds 1 to {FACTS_PER_APPEND_MAX} facts, not {len(facts)}"
+    assert all(len(fact.body) <= FACT_BYTES_MAX for fact in facts), f"a fact's body holds at most {FACT_BYTES_MAX} bytes"
+    assert sum(len(fact.body) for fact in facts) <= APPEND_BYTES_MAX, f"an append holds at most {APPEND_BYTES_MAX} bytes"
+    assert len({(fact.kind, fact.key) for fact in facts}) == len(facts), "the same fact twice in one append"
