@@ -1,0 +1,95 @@
+"""Is a joined child acting on what the controller sent it? (docs/rules.md S9, S10)
+
+Wedged means: the oldest push has not been acted on for `stall_timeout`, seen twice at least `stall_confirm` apart with no
+progress between. A child that has no session for `join_timeout`, counted from its spawn or from the loss of its session, is
+treated likewise. An idle child has nothing unacknowledged and is never wedged. Only the session that shows our own spawn
+token counts: a stranger's progress is not our child's.
+
+The controller's own absence is credited: an age it measured while its loop stood still says nothing about the child.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from xce_supervisor.core.role import Session
+from xce_supervisor.core.words import NS_PER_MS, NS_PER_S, Deadline, Now
+
+# Pauses of the controller's loop shorter than this are everyday scheduling noise, not absence.
+GAP_NS_MIN = 500 * NS_PER_MS
+
+
+@dataclass(frozen=True, slots=True)
+class StallPolicy:
+    """In nanoseconds: S9's stall_timeout (10 s), stall_confirm (1 s) and join_timeout (10 s)."""
+
+    stall_timeout_ns: int = 10 * NS_PER_S
+    stall_confirm_ns: int = NS_PER_S
+    join_timeout_ns: int = 10 * NS_PER_S
+
+
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """A stall seen once. acted_seq: how far the child had come. at: when it was seen."""
+
+    acted_seq: int
+    at: Now
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """What we know of one child's progress. join_by: set while it has no session; None while it has one."""
+
+    join_by: Deadline | None
+    joined_once: bool = False
+    suspect: Suspect | None = None
+    stall_ns: int = 0
+
+    @property
+    def joined(self) -> bool:
+        return self.join_by is None
+
+
+@dataclass(frozen=True, slots=True)
+class Wedged:
+    """The verdict. kind: "not joined" or "stalled"; stall_ns: age of the oldest push not acted on."""
+
+    kind: str
+    stall_ns: int
+
+
+def begin(now: Now, policy: StallPolicy) -> Watch:
+    """Return the watch of a child spawned (or adopted) now."""
+    return Watch(join_by=now.after(policy.join_timeout_ns))
+
+
+def judge(
+    watch: Watch, session: Session, token: str, loop_gap_ns: int, now: Now, policy: StallPolicy
+) -> tuple[Watch, Wedged | None]:
+    """Return the watch after one answer of the controller, and a verdict if it confirms a wedge.
+
+    session: of the answer. token: our child's spawn token. loop_gap_ns: the controller's longest recent pause.
+    """
+    if not (session.joined and session.spawn_token == token):
+        if watch.join_by is None:  # it had a session and lost it
+            return replace(watch, join_by=now.after(policy.join_timeout_ns), suspect=None, stall_ns=0), None
+        if watch.join_by.waited_out(now):
+            return watch, Wedged("not joined", watch.stall_ns)
+        return watch, None
+    age_ns = session.oldest_unacked_ns or 0
+    credit_ns = loop_gap_ns if loop_gap_ns >= GAP_NS_MIN else 0
+    joined = replace(watch, join_by=None, joined_once=True, stall_ns=age_ns)
+    if age_ns < policy.stall_timeout_ns + credit_ns:
+        return replace(joined, suspect=None), None
+    suspect = watch.suspect
+    if suspect is None or session.last_acted_seq != suspect.acted_seq:
+        return replace(joined, suspect=Suspect(session.last_acted_seq, now)), None
+    if now.waited(suspect.at) >= policy.stall_confirm_ns:
+        return joined, Wedged("stalled", age_ns)
+    return joined, None
+
+
+def credited(watch: Watch, gap_ns: int) -> Watch:
+    """Return the watch after our own absence: deadlines move out, a suspicion starts anew (S10)."""
+    join_by = watch.join_by.credited(gap_ns) if watch.join_by is not None else None
+    return replace(watch, join_by=join_by, suspect=None)
