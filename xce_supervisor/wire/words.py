@@ -8,14 +8,27 @@ compared. An optional field is None where the peer did not give it; docs/protoco
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import msgspec
+from msgspec import Meta
+
+# Limits, kept by the codec in both directions: characters of a text, items of a list. An argument's is Linux's own
+# (MAX_ARG_STRLEN, 128 KiB), the others are far above what a sane cluster says.
+Name = Annotated[str, Meta(max_length=255)]
+Address = Annotated[str, Meta(max_length=300)]
+Line = Annotated[str, Meta(max_length=500, extra={"cut": True})]  # for people: cut to fit, never refused
+Argument = Annotated[str, Meta(max_length=131_072)]
+Command = Annotated[tuple[Argument, ...], Meta(max_length=4_096)]
 
 
 class Opcode(IntEnum):
-    """One number a message. Numbers are never reused; 90 to 119 are set aside for leases, facts and orphans."""
+    """One number a message. Numbers are never reused; 90 to 119 are set aside for leases, facts and orphans.
 
+    0 is no message, 1 marks a reply on the wire (wire.codec), 2 to 9 belong to the connection itself.
+    """
+
+    PING = 2
     JOIN = 10
     HEARTBEAT = 11
     CTRL_STATUS = 20
@@ -50,6 +63,7 @@ class HostRole(IntEnum):
 class ErrorCode(IntEnum):
     """Why a request was refused. A caller decides by the code, never by the text."""
 
+    OTHER = 0  # a code that this version does not know: a newer peer said no
     MALFORMED = 1  # the frame was whole, the message was not
     UNSUPPORTED = 2  # an opcode this peer does not serve
     DENIED = 3  # the peer's role may not use this opcode
@@ -70,21 +84,30 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
-    """A reply that says no. text: for people, at most 500 characters."""
+    """A reply that says no. text: for people; the codec cuts it at 500 characters."""
 
     code: ErrorCode
-    text: str
+    text: Line
 
 
 class Redirect(msgspec.Struct, frozen=True, kw_only=True):
     """A reply of a standby to a primary-only opcode. address: "host:port" of the primary, "" while none is known."""
 
-    address: str
-    controller_id: str = ""
+    address: Address
+    controller_id: Name = ""
     term: int = 0
 
 
 # ---------------------------------------------------------------- sessions
+
+
+class Ping(Message):
+    """Are you there, and do you take me? Any peer may ask, on any connection; answered by Done from the connection itself.
+
+    A TLS 1.3 client whose certificate is refused sees its handshake succeed; the answer to a ping is the first proof.
+    """
+
+    opcode: ClassVar[Opcode] = Opcode.PING
 
 
 class Join(Message):
@@ -97,21 +120,21 @@ class Join(Message):
 
     opcode: ClassVar[Opcode] = Opcode.JOIN
     host_role: HostRole
-    name: str
-    controller_id: str = ""
+    name: Name
+    controller_id: Name = ""
     term: int = 0
-    spawn_token: str = ""
+    spawn_token: Name = ""
     slots: int = 0
-    resume: str = ""
+    resume: Name = ""
 
 
 class Joined(Message):
     """Reply to Join. A session is alive while heartbeats come within `session_timeout_ms`."""
 
     opcode: ClassVar[Opcode] = Opcode.JOIN
-    session_id: str
-    controller_id: str
-    instance_id: str
+    session_id: Name
+    controller_id: Name
+    instance_id: Name
     term: int
     heartbeat_ms: int
     session_timeout_ms: int
@@ -121,12 +144,12 @@ class Heartbeat(Message):
     """Keeps a session alive, and asks for the role in the same breath (S4)."""
 
     opcode: ClassVar[Opcode] = Opcode.HEARTBEAT
-    session_id: str
+    session_id: Name
 
 
 class HeartbeatReply(Message):
     opcode: ClassVar[Opcode] = Opcode.HEARTBEAT
-    role: str  # "primary" | "standby"
+    role: Name  # "primary" | "standby"
     term: int
 
 
@@ -151,17 +174,17 @@ class SchedulerSession(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     joined: bool
-    name: str = ""
+    name: Name = ""
     since_ms: int = 0
-    spawn_token: str = ""
+    spawn_token: Name = ""
     last_push_seq: int = 0
     last_acted_seq: int = 0
     oldest_unacked_ms: int | None = None
 
 
 class LeaseHeld(msgspec.Struct, frozen=True, kw_only=True):
-    provider: str
-    holder: str
+    provider: Name
+    holder: Name
     epoch_term: int
     epoch_seq: int
     remaining_ms: int
@@ -176,18 +199,18 @@ class CtrlStatusReply(Message):
     """
 
     opcode: ClassVar[Opcode] = Opcode.CTRL_STATUS
-    controller_id: str
-    instance_id: str
-    role: str  # "primary" | "standby"
+    controller_id: Name
+    instance_id: Name
+    role: Name  # "primary" | "standby"
     term: int
-    primary_address: str = ""
-    primary_id: str = ""
-    gate: str = ""
-    gate_detail: str = ""
+    primary_address: Address = ""
+    primary_id: Name = ""
+    gate: Name = ""
+    gate_detail: Line = ""
     quorum_age_ms: int | None = None
     commit_index: int = 0
     scheduler: SchedulerSession | None = None
-    leases: tuple[LeaseHeld, ...] = ()
+    leases: Annotated[tuple[LeaseHeld, ...], Meta(max_length=1_000)] = ()
     jobs_pending: int = 0
     jobs_running: int = 0
     jobs_finished: int = 0
@@ -196,7 +219,7 @@ class CtrlStatusReply(Message):
     long_poll: bool = False
     uptime_ms: int = 0
     loop_gap_ms: int = 0
-    engine: str = ""  # "sqlite" | "etcd"
+    engine: Name = ""  # "sqlite" | "etcd"
 
 
 # ---------------------------------------------------------------- pushes to a scheduler
@@ -210,20 +233,20 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     constraint: name prefix of workers that may run it, "" for any.
     """
 
-    job_id: str
-    command: tuple[str, ...]
+    job_id: Name
+    command: Command
     slots: int = 1
     rerunnable: bool = False
-    constraint: str = ""
-    state: str = "pending"
+    constraint: Name = ""
+    state: Name = "pending"
     attempt: int = 0
-    worker: str = ""
+    worker: Name = ""
     exit_code: int | None = None
-    reason: str = ""
+    reason: Line = ""
 
 
 class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
-    name: str
+    name: Name
     slots: int
     alive: bool
 
@@ -239,7 +262,7 @@ class JobPush(Push):
     """Jobs that changed (all open jobs when `full`)."""
 
     opcode: ClassVar[Opcode] = Opcode.JOB_PUSH
-    jobs: tuple[JobView, ...]
+    jobs: Annotated[tuple[JobView, ...], Meta(max_length=100_000)]
     full: bool = False
 
 
@@ -247,7 +270,7 @@ class QueuePush(Push):
     """Workers as they are now (always the whole list)."""
 
     opcode: ClassVar[Opcode] = Opcode.QUEUE_PUSH
-    workers: tuple[WorkerView, ...]
+    workers: Annotated[tuple[WorkerView, ...], Meta(max_length=100_000)]
 
 
 class ConfigPush(Push):
@@ -259,7 +282,7 @@ class PushAck(Message):
     """The scheduler has *acted* on every push up to `seq` (S9); sent after the dispatches it led to were answered."""
 
     opcode: ClassVar[Opcode] = Opcode.PUSH_ACK
-    session_id: str
+    session_id: Name
     seq: int
 
 
@@ -267,14 +290,14 @@ class Resync(Message):
     """Asks for everything afresh, after a rejoin: answered by pushes with `full`."""
 
     opcode: ClassVar[Opcode] = Opcode.RESYNC
-    session_id: str
+    session_id: Name
 
 
 class SchedulerExit(Message):
     """Push: end yourself gracefully (demotion)."""
 
     opcode: ClassVar[Opcode] = Opcode.SCHEDULER_EXIT
-    reason: str
+    reason: Line
 
 
 # ---------------------------------------------------------------- jobs
@@ -284,9 +307,9 @@ class JobDispatch(Message):
     """Scheduler to controller: run job on worker. Answered by Done once the fact is committed."""
 
     opcode: ClassVar[Opcode] = Opcode.JOB_DISPATCH
-    session_id: str
-    job_id: str
-    worker: str
+    session_id: Name
+    job_id: Name
+    worker: Name
     attempt: int  # the attempt this dispatch would be; stale ones are refused with CONFLICT
 
 
@@ -294,9 +317,9 @@ class JobStart(Message):
     """Controller to worker, push: start this attempt, once. A worker that knows (job_id, attempt) reports, never restarts."""
 
     opcode: ClassVar[Opcode] = Opcode.JOB_START
-    job_id: str
+    job_id: Name
     attempt: int
-    command: tuple[str, ...]
+    command: Command
     term: int
 
 
@@ -310,20 +333,20 @@ class JobStateQuery(Message):
 class JobAttempt(msgspec.Struct, frozen=True, kw_only=True):
     """One attempt as its worker knows it. state: "running" | "done" | "failed"."""
 
-    job_id: str
+    job_id: Name
     attempt: int
-    state: str
+    state: Name
     exit_code: int | None = None
-    reason: str = ""
+    reason: Line = ""
 
 
 class JobStateReport(Message):
     """Worker to controller. full: this is all the worker knows. Kept and sent again until answered by Done."""
 
     opcode: ClassVar[Opcode] = Opcode.JOB_STATE_REPORT
-    session_id: str
-    worker: str
-    attempts: tuple[JobAttempt, ...]
+    session_id: Name
+    worker: Name
+    attempts: Annotated[tuple[JobAttempt, ...], Meta(max_length=100_000)]
     full: bool = False
 
 
@@ -331,25 +354,25 @@ class JobSubmit(Message):
     """job_id is made by the client and makes the request idempotent: same id and content, same answer; other content, CONFLICT."""
 
     opcode: ClassVar[Opcode] = Opcode.JOB_SUBMIT
-    job_id: str
-    command: tuple[str, ...]
+    job_id: Name
+    command: Command
     slots: int = 1
     rerunnable: bool = False
-    constraint: str = ""
+    constraint: Name = ""
 
 
 class JobQuery(Message):
     """job_ids empty: all. offset and limit page through them in order of submission."""
 
     opcode: ClassVar[Opcode] = Opcode.JOB_QUERY
-    job_ids: tuple[str, ...] = ()
+    job_ids: Annotated[tuple[Name, ...], Meta(max_length=100_000)] = ()
     offset: int = 0
     limit: int = 1000
 
 
 class JobList(Message):
     opcode: ClassVar[Opcode] = Opcode.JOB_QUERY
-    jobs: tuple[JobView, ...]
+    jobs: Annotated[tuple[JobView, ...], Meta(max_length=100_000)]
     total: int
 
 
@@ -367,16 +390,16 @@ class GateSet(Message):
     """Close (closed=True) or open a promotion gate by name; for tests."""
 
     opcode: ClassVar[Opcode] = Opcode.GATE_SET
-    gate: str
+    gate: Name
     closed: bool
-    detail: str = ""
+    detail: Line = ""
 
 
 class PushPlug(Message):
     """Hold back the exit push at the next demotion, or answers to a peer; fault injection for tests. name: which plug."""
 
     opcode: ClassVar[Opcode] = Opcode.PUSH_PLUG
-    name: str
+    name: Name
     closed: bool
 
 
@@ -390,7 +413,8 @@ Body = Message | Done | Refusal | Redirect
 
 
 class Frame(msgspec.Struct, frozen=True, kw_only=True):
-    """One frame: a request or push (reply_to 0 and `id` its number; 0 for pushes) or the reply to request `reply_to`."""
+    """One frame. A request: `id` is its number, above 0, counted by its sender for each connection; a push: `id` is 0; a reply
+    (`is_reply`): `id` is that of the request it answers."""
 
     id: int
     body: Body
