@@ -1,9 +1,9 @@
 """Frames to bytes and back: an 8-byte little-endian length, then one unpacked Cap'n Proto message (docs/protocol.md).
 
 Nothing here opens, waits or logs. The decoder is fed what arrived, in any pieces; it holds no more than one frame's worth of
-received bytes, and refuses a length above its limit from the header alone. A frame that is whole but whose message cannot
-be used (an unknown opcode, a text that is too long) comes out as `BadMessage`, because its request can still be answered; bytes that
-are no frame of ours raise `MalformedFrame`, and the connection is over.
+received bytes, and refuses a length above its limit from the header alone. A frame that is whole but whose message cannot be
+used (an unknown opcode, a text that is too long) comes out as `BadMessage`, because its request can still be answered; bytes
+that are no frame of ours raise `MalformedFrame`, and the connection is over.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class BadField(Exception):
 
 
 class _Kind(msgspec.Struct, frozen=True):
-    """A field's type and limits, taken apart. most: characters or items, 0 where there is no limit. cut: shorten, do not refuse."""
+    """A field's type and limits, taken apart. most: characters or items, 0: no limit. cut: shorten, do not refuse."""
 
     base: Any
     optional: bool

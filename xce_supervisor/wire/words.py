@@ -101,7 +101,7 @@ class Redirect(msgspec.Struct, frozen=True, kw_only=True):
 # ---------------------------------------------------------------- sessions
 
 
-class Ping(Message):
+class Ping(Message, frozen=True, kw_only=True):
     """Are you there, and do you take me? Any peer may ask, on any connection; answered by Done from the connection itself.
 
     A TLS 1.3 client whose certificate is refused sees its handshake succeed; the answer to a ping is the first proof.
@@ -110,7 +110,7 @@ class Ping(Message):
     opcode: ClassVar[Opcode] = Opcode.PING
 
 
-class Join(Message):
+class Join(Message, frozen=True, kw_only=True):
     """First request on a connection that wants a session.
 
     controller_id: the controller that the peer means to join; "" for followers of the primary (workers, operators).
@@ -128,7 +128,7 @@ class Join(Message):
     resume: Name = ""
 
 
-class Joined(Message):
+class Joined(Message, frozen=True, kw_only=True):
     """Reply to Join. A session is alive while heartbeats come within `session_timeout_ms`."""
 
     opcode: ClassVar[Opcode] = Opcode.JOIN
@@ -140,14 +140,14 @@ class Joined(Message):
     session_timeout_ms: int
 
 
-class Heartbeat(Message):
+class Heartbeat(Message, frozen=True, kw_only=True):
     """Keeps a session alive, and asks for the role in the same breath (S4)."""
 
     opcode: ClassVar[Opcode] = Opcode.HEARTBEAT
     session_id: Name
 
 
-class HeartbeatReply(Message):
+class HeartbeatReply(Message, frozen=True, kw_only=True):
     opcode: ClassVar[Opcode] = Opcode.HEARTBEAT
     role: Name  # "primary" | "standby"
     term: int
@@ -156,7 +156,7 @@ class HeartbeatReply(Message):
 # ---------------------------------------------------------------- status
 
 
-class CtrlStatus(Message):
+class CtrlStatus(Message, frozen=True, kw_only=True):
     """Query, answered in every role. wait_ms 0: at once. Else a long poll: at the next change of `version`, or after
     wait_ms at the latest; known_version is the last version seen (0: none)."""
 
@@ -190,7 +190,7 @@ class LeaseHeld(msgspec.Struct, frozen=True, kw_only=True):
     remaining_ms: int
 
 
-class CtrlStatusReply(Message):
+class CtrlStatusReply(Message, frozen=True, kw_only=True):
     """What `ctrlstatus` carries. quorum_age_ms: age of the last confirmation by a quorum, counted from before it was asked.
 
     gate: name of the promotion gate that refuses, "" when none. long_poll: this controller serves wait_ms.
@@ -251,14 +251,14 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     alive: bool
 
 
-class Push(Message):
+class Push(Message, frozen=True, kw_only=True):
     """What pushes share: seq rises by one per session; term is the pushing controller's."""
 
     seq: int
     term: int
 
 
-class JobPush(Push):
+class JobPush(Push, frozen=True, kw_only=True):
     """Jobs that changed (all open jobs when `full`)."""
 
     opcode: ClassVar[Opcode] = Opcode.JOB_PUSH
@@ -266,19 +266,19 @@ class JobPush(Push):
     full: bool = False
 
 
-class QueuePush(Push):
+class QueuePush(Push, frozen=True, kw_only=True):
     """Workers as they are now (always the whole list)."""
 
     opcode: ClassVar[Opcode] = Opcode.QUEUE_PUSH
     workers: Annotated[tuple[WorkerView, ...], Meta(max_length=100_000)]
 
 
-class ConfigPush(Push):
+class ConfigPush(Push, frozen=True, kw_only=True):
     opcode: ClassVar[Opcode] = Opcode.CONFIG_PUSH
     max_dispatch_per_cycle: int
 
 
-class PushAck(Message):
+class PushAck(Message, frozen=True, kw_only=True):
     """The scheduler has *acted* on every push up to `seq` (S9); sent after the dispatches it led to were answered."""
 
     opcode: ClassVar[Opcode] = Opcode.PUSH_ACK
@@ -286,14 +286,14 @@ class PushAck(Message):
     seq: int
 
 
-class Resync(Message):
+class Resync(Message, frozen=True, kw_only=True):
     """Asks for everything afresh, after a rejoin: answered by pushes with `full`."""
 
     opcode: ClassVar[Opcode] = Opcode.RESYNC
     session_id: Name
 
 
-class SchedulerExit(Message):
+class SchedulerExit(Message, frozen=True, kw_only=True):
     """Push: end yourself gracefully (demotion)."""
 
     opcode: ClassVar[Opcode] = Opcode.SCHEDULER_EXIT
@@ -303,7 +303,7 @@ class SchedulerExit(Message):
 # ---------------------------------------------------------------- jobs
 
 
-class JobDispatch(Message):
+class JobDispatch(Message, frozen=True, kw_only=True):
     """Scheduler to controller: run job on worker. Answered by Done once the fact is committed."""
 
     opcode: ClassVar[Opcode] = Opcode.JOB_DISPATCH
@@ -313,7 +313,7 @@ class JobDispatch(Message):
     attempt: int  # the attempt this dispatch would be; stale ones are refused with CONFLICT
 
 
-class JobStart(Message):
+class JobStart(Message, frozen=True, kw_only=True):
     """Controller to worker, push: start this attempt, once. A worker that knows (job_id, attempt) reports, never restarts."""
 
     opcode: ClassVar[Opcode] = Opcode.JOB_START
@@ -323,7 +323,7 @@ class JobStart(Message):
     term: int
 
 
-class JobStateQuery(Message):
+class JobStateQuery(Message, frozen=True, kw_only=True):
     """Controller to worker, push: report every job you know (after a fail-over or a rejoin)."""
 
     opcode: ClassVar[Opcode] = Opcode.JOB_STATE_QUERY
@@ -340,7 +340,7 @@ class JobAttempt(msgspec.Struct, frozen=True, kw_only=True):
     reason: Line = ""
 
 
-class JobStateReport(Message):
+class JobStateReport(Message, frozen=True, kw_only=True):
     """Worker to controller. full: this is all the worker knows. Kept and sent again until answered by Done."""
 
     opcode: ClassVar[Opcode] = Opcode.JOB_STATE_REPORT
@@ -350,8 +350,8 @@ class JobStateReport(Message):
     full: bool = False
 
 
-class JobSubmit(Message):
-    """job_id is made by the client and makes the request idempotent: same id and content, same answer; other content, CONFLICT."""
+class JobSubmit(Message, frozen=True, kw_only=True):
+    """job_id is made by the client and makes the request idempotent: same id and content, same answer; else CONFLICT."""
 
     opcode: ClassVar[Opcode] = Opcode.JOB_SUBMIT
     job_id: Name
@@ -361,7 +361,7 @@ class JobSubmit(Message):
     constraint: Name = ""
 
 
-class JobQuery(Message):
+class JobQuery(Message, frozen=True, kw_only=True):
     """job_ids empty: all. offset and limit page through them in order of submission."""
 
     opcode: ClassVar[Opcode] = Opcode.JOB_QUERY
@@ -370,7 +370,7 @@ class JobQuery(Message):
     limit: int = 1000
 
 
-class JobList(Message):
+class JobList(Message, frozen=True, kw_only=True):
     opcode: ClassVar[Opcode] = Opcode.JOB_QUERY
     jobs: Annotated[tuple[JobView, ...], Meta(max_length=100_000)]
     total: int
@@ -379,14 +379,14 @@ class JobList(Message):
 # ---------------------------------------------------------------- operators of the reference cluster
 
 
-class StepDown(Message):
+class StepDown(Message, frozen=True, kw_only=True):
     """Give up leadership for at least hold_ms (a voluntary demotion)."""
 
     opcode: ClassVar[Opcode] = Opcode.STEP_DOWN
     hold_ms: int = 0
 
 
-class GateSet(Message):
+class GateSet(Message, frozen=True, kw_only=True):
     """Close (closed=True) or open a promotion gate by name; for tests."""
 
     opcode: ClassVar[Opcode] = Opcode.GATE_SET
@@ -395,7 +395,7 @@ class GateSet(Message):
     detail: Line = ""
 
 
-class PushPlug(Message):
+class PushPlug(Message, frozen=True, kw_only=True):
     """Hold back the exit push at the next demotion, or answers to a peer; fault injection for tests. name: which plug."""
 
     opcode: ClassVar[Opcode] = Opcode.PUSH_PLUG
