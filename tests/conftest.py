@@ -149,7 +149,8 @@ class _SkipWatch:
 @pytest.fixture(scope="session")
 def machine_offers(request: pytest.FixtureRequest) -> dict[str, str]:
     """What the machine offers; e.g. the cgroup v2 folder in which groups can be made."""
-    return dict(request.config.stash[_OFFERS])
+    found: dict[str, str] = request.config.stash[_OFFERS]
+    return found
 
 
 def _descriptors() -> dict[int, str]:

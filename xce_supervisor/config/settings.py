@@ -22,16 +22,16 @@ class Supervisor(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     state_dir: Annotated[
         Path,
         Meta(
-            description="Folder that survives a reboot: state file, journal, evidence; `{controller_id}` is filled in; relative "
-            "to this file. Two supervisors in one folder refuse each other's state file and neither adopts its "
-            "children."
+            description="Folder that survives a reboot: state file, journal, evidence; `{controller_id}` is filled in; "
+            "relative to this file. Two supervisors in one folder refuse each other's state file and neither "
+            "adopts its children."
         ),
     ] = Path("/var/lib/xce-supervisor/{controller_id}")
     run_dir: Annotated[
         Path,
         Meta(
-            description="Folder of the control socket and the children's notify sockets; `{controller_id}` is filled in; relative "
-            "to this file. Longer than 80 bytes, the sockets in it cannot be made."
+            description="Folder of the control socket and the children's notify sockets; `{controller_id}` is filled in; "
+            "relative to this file. Longer than 80 bytes, the sockets in it cannot be made."
         ),
     ] = Path("/run/xce-supervisor/{controller_id}")
     log_level: Annotated[
@@ -60,8 +60,8 @@ class Supervisor(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             ge=1,
             le=600,
             description="Seconds in which any stop must be over. Must be longer than each unit's kill ladder (exit_push_s + "
-            "grace_s + kill_limit_s), and shorter than the service manager's own limit (TimeoutStopSec=45 in our "
-            "unit), which else kills us.",
+            "grace_s + kill_limit_s), and shorter than the service manager's own limit (TimeoutStopSec=45 in "
+            "our unit), which else kills us.",
         ),
     ] = 30.0
 
@@ -80,8 +80,8 @@ class Controller(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         str,
         Meta(
             max_length=300,
-            description='Exactly one "host:port", e.g. "127.0.0.1:7400" or "[::1]:7400". Several are refused: a scheduler is '
-            "pinned to one controller. A wrong one leaves the role unknown.",
+            description='Exactly one "host:port", e.g. "127.0.0.1:7400" or "[::1]:7400". Several are refused: a scheduler '
+            "is pinned to one controller. A wrong one leaves the role unknown.",
         ),
     ]
 
@@ -120,8 +120,8 @@ class RoleWatch(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Meta(
             ge=50,
             le=30_000,
-            description="Milliseconds for each answer. Longer than poll_interval_ms, shorter than unknown_limit_ms. Small: a busy "
-            "controller counts as silent; large: a silent one is noticed late.",
+            description="Milliseconds for each answer. Longer than poll_interval_ms, shorter than unknown_limit_ms. Small: "
+            "a busy controller counts as silent; large: a silent one is noticed late.",
         ),
     ] = 1000
     unknown_limit_ms: Annotated[
@@ -129,8 +129,8 @@ class RoleWatch(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Meta(
             ge=100,
             le=120_000,
-            description="Milliseconds that children may go on while the role is unknown. Longer than request_deadline_ms. Small: "
-            "a hiccup costs a restart; large: two schedulers may run side by side after a partition.",
+            description="Milliseconds that children may go on while the role is unknown. Longer than request_deadline_ms. "
+            "Small: a hiccup costs a restart; large: two schedulers may run side by side after a partition.",
         ),
     ] = 3000
     quorum_age_limit_ms: Annotated[
@@ -175,8 +175,8 @@ class UnitFolders(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         tuple[Path, ...],
         Meta(
             max_length=16,
-            description="Folders of unit files, each overriding those before it by file name; relative to this file. `shipped` "
-            "stands for the ones that come with the program. A folder named here must exist, save "
+            description="Folders of unit files, each overriding those before it by file name; relative to this file. "
+            "`shipped` stands for the ones that come with the program. A folder named here must exist, save "
             "/etc/xce-supervisor/units.",
         ),
     ] = (Path("shipped"), Path("/etc/xce-supervisor/units"))
@@ -185,8 +185,8 @@ class UnitFolders(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         Meta(
             pattern=r"^(auto|off|/.*)$",
             description="Folder of cgroup v2 below which each child gets its own group; `auto`: below the supervisor's own; "
-            "`off`: process groups and adopted descendants only, which takes longer to clear what a child leaves "
-            "behind.",
+            "`off`: process groups and adopted descendants only, which takes longer to clear what a child "
+            "leaves behind.",
         ),
     ] = "auto"
 

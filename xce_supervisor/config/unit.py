@@ -27,8 +27,8 @@ class What(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     binding: Annotated[
         Literal["role", "always"],
         Meta(
-            description="`role`: runs while our controller is primary, once per term; `always`: runs as long as the supervisor "
-            "does. `always` on a scheduler would run it beside standbys too."
+            description="`role`: runs while our controller is primary, once per term; `always`: runs as long as the "
+            "supervisor does. `always` on a scheduler would run it beside standbys too."
         ),
     ]
     command: Annotated[
@@ -36,8 +36,8 @@ class What(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Meta(
             min_length=1,
             max_length=256,
-            description="Program and arguments, no shell. A bare program name is looked for beside our own program, then in PATH. "
-            "Placeholders: see below. Exactly one controller address may be passed.",
+            description="Program and arguments, no shell. A bare program name is looked for beside our own program, then in "
+            "PATH. Placeholders: see below. Exactly one controller address may be passed.",
         ),
     ]
     cwd: Annotated[
@@ -62,8 +62,8 @@ class Environment(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     set: Annotated[
         dict[str, str],
         Meta(
-            description="Variables with their values; placeholders are filled in. Those of the service manager and XCE_* are "
-            "refused."
+            description="Variables with their values; placeholders are filled in. Those of the service manager and XCE_* "
+            "are refused."
         ),
     ] = field(default_factory=dict)
     pass_: Annotated[
@@ -78,8 +78,9 @@ class Output(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     kind: Annotated[
         Literal["journal", "file", "null", "inherit"],
         Meta(
-            description="`journal`: systemd's journal under the unit's name, or the file DIR/NAME.log of state_dir where there is "
-            "none; `file`: `path`, opened for append; `null`: thrown away; `inherit`: the supervisor's own."
+            description="`journal`: systemd's journal under the unit's name, or the file DIR/NAME.log of state_dir where "
+            "there is none; `file`: `path`, opened for append; `null`: thrown away; `inherit`: the supervisor's "
+            "own."
         ),
     ] = "journal"
     path: Annotated[
@@ -128,8 +129,8 @@ class Stop(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Meta(
             ge=0.1,
             le=300,
-            description="Seconds after SIGKILL until a tree that is still there is called unkillable. The sum of the three must "
-            "be below [supervisor] stop_limit_s.",
+            description="Seconds after SIGKILL until a tree that is still there is called unkillable. The sum of the three "
+            "must be below [supervisor] stop_limit_s.",
         ),
     ] = 5.0
     wedge_grace_s: Annotated[
@@ -141,8 +142,8 @@ class Stop(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     on_supervisor_stop: Annotated[
         Literal["leave", "stop"],
         Meta(
-            description="When the supervisor itself is stopped: `leave` the child running for the next one to adopt, or `stop` "
-            "it. With `stop`, an upgrade of the supervisor interrupts scheduling."
+            description="When the supervisor itself is stopped: `leave` the child running for the next one to adopt, or "
+            "`stop` it. With `stop`, an upgrade of the supervisor interrupts scheduling."
         ),
     ] = "leave"
 
@@ -188,8 +189,8 @@ class Restart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Meta(
             ge=0.1,
             le=86_400,
-            description="Seconds before a spawn that failed for a lasting reason (missing, not executable) is tried again, if the "
-            "file does not change before. At least spawn_retry_s_max.",
+            description="Seconds before a spawn that failed for a lasting reason (missing, not executable) is tried again, "
+            "if the file does not change before. At least spawn_retry_s_max.",
         ),
     ] = 30.0
 
@@ -202,8 +203,8 @@ class Stall(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Meta(
             ge=0.1,
             le=86_400,
-            description="Seconds that the oldest push may stay without being acted on. Small: long scheduling cycles are killed; "
-            "large: jobs pend as long behind a hung scheduler.",
+            description="Seconds that the oldest push may stay without being acted on. Small: long scheduling cycles are "
+            "killed; large: jobs pend as long behind a hung scheduler.",
         ),
     ] = 10.0
     confirm_s: Annotated[
