@@ -143,18 +143,14 @@ def initial(now: Now, policy: RolePolicy, held: Binding | None = None) -> RoleSt
 
 def step(state: RoleState, event: RoleEvent, now: Now, policy: RolePolicy) -> RoleState:
     """Return the next state."""
+    if isinstance(event, RoleGapSeen):
+        return _verify(state, event.gap_ns, now, policy)
     state = _let_go(state, now)
     match event:
         case RoleAnswered(answer):
             return _on_answer(state, answer, now, policy)
         case RoleSilent(reason):
             return _doubt(state, reason, now, policy)
-        case RoleGapSeen(gap_ns):
-            # The countdown starts afresh: nobody could have answered us while we did not run. Starts are off meanwhile.
-            doubted = _doubt(state, f"this supervisor did not run for {gap_ns / NS_PER_S:.1f} s", now, policy)
-            if isinstance(doubted.is_, Unknown):
-                return replace(doubted, is_=replace(doubted.is_, limit=now.after(policy.unknown_limit_ns)))
-            return doubted
         case RoleTicked():
             return state
         case _:
@@ -203,6 +199,20 @@ def _let_go(state: RoleState, now: Now) -> RoleState:
     if isinstance(is_, Unknown) and is_.held is not None and is_.limit.ended(now):
         return replace(state, is_=replace(is_, held=None), lost_at=now)
     return state
+
+
+def _verify(state: RoleState, gap_ns: int, now: Now, policy: RolePolicy) -> RoleState:
+    """We did not run: what we held may have lapsed. Nobody could answer us meanwhile, so the gap does not count (S10)."""
+    reason = f"this supervisor did not run for {gap_ns / NS_PER_S:.1f} s"
+    match state.is_:
+        case Primary(binding=binding):
+            return replace(state, is_=Unknown(now, reason, now.after(policy.unknown_limit_ns), binding))
+        case Unknown(held=held) if held is not None:
+            return replace(state, is_=replace(state.is_, limit=state.is_.limit.credited(gap_ns)))
+        case Standby() | Unknown():
+            return state
+        case _:
+            assert_never(state.is_)
 
 
 def _doubt(state: RoleState, reason: str, now: Now, policy: RolePolicy) -> RoleState:
