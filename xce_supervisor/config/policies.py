@@ -31,6 +31,7 @@ def unit_policy(unit: Unit) -> UnitPolicy:
         name=unit.name,
         role_bound=unit.unit.binding == "role",
         session_readiness=unit.readiness.kind == "session",
+        notify_readiness=unit.readiness.kind == "notify",
         stop_on_leave=stop.on_supervisor_stop == "stop",
         stall=StallPolicy(
             stall_timeout_ns=_ns(stall.timeout_s),

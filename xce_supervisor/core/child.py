@@ -150,8 +150,9 @@ def _on_spawned(child: Child, event: Spawned, now: Now, policy: UnitPolicy) -> S
     if not isinstance(life, Starting):
         return child, ()
     run = replace(life.run, token=event.token)
-    running = Running(run, event.identity, now, None, stall.begin(now, policy.stall))
-    child = replace(child, life=running, spawn_faults=0, starts=child.starts + 1)
+    ready_at = None if policy.session_readiness or policy.notify_readiness else now
+    running = Running(run, event.identity, now, ready_at, stall.begin(now, policy.stall))
+    child = replace(child, life=running, spawn_faults=0)
     return child, (
         Record("child.spawned", "", (("pid", event.identity.pid), ("took_us", (now.mono_ns - life.asked_at.mono_ns) // 1000))),
     )

@@ -88,12 +88,12 @@ def descend(child: Child, life: Stopping, now: Now, policy: UnitPolicy) -> Step:
 
 
 def on_exit(child: Child, event: LeaderExited, now: Now, policy: UnitPolicy) -> Step:
-    child = replace(child, last_exit=Exit(event.code, event.signal, now))
+    text = child.life.text if isinstance(child.life, Stopping | Unkillable) else "exited by itself"
+    child = replace(child, last_exit=Exit(event.code, event.signal, now, text))
     record = Record("child.exited", "", (("exit_code", event.code), ("signal", event.signal)))
     life = child.life
     match life:
         case Running():
-            text = "exited by itself"
             stopping = Stopping(
                 life.run, life.identity, Rung.KILL, now, now.after(policy.kill_limit_ns), StopReason.CRASHED, text,
                 life.since, life.ready_at, life.adopted, exit=child.last_exit,
@@ -134,6 +134,8 @@ def _ended(child: Child, draw: float, now: Now, policy: UnitPolicy) -> Step:
     # (S4): one answer asked for after its end must confirm the binding first. A signal's death says nothing of the kind.
     told = life.exit is not None and life.exit.code is not None and life.run.binding != ALWAYS
     confirm_after = now if told and life.reason is StopReason.CRASHED else None
-    child = replace(child, failures=failures, life=Waiting(now.after(wait), life.text, now, confirm_after))
+    child = replace(
+        child, failures=failures, restarts=child.restarts + 1, life=Waiting(now.after(wait), life.text, now, confirm_after)
+    )
     poll: tuple[ChildEffect, ...] = (PollRole(),) if confirm_after is not None else ()
     return child, (forget, *poll)

@@ -21,6 +21,7 @@ class UnitPolicy:
     name: str
     role_bound: bool = True
     session_readiness: bool = True
+    notify_readiness: bool = False
     stop_on_leave: bool = False
     stall: StallPolicy = field(default_factory=StallPolicy)
     backoff: BackoffPolicy = field(default_factory=lambda: BackoffPolicy(NS_PER_S // 2, 30 * NS_PER_S, 0.2))
@@ -116,11 +117,12 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """How a leader ended: a code, or a signal number; both None where it was not our own child."""
+    """How a leader ended: a code, or a signal number; both None where it was not our own child. reason: why it went down."""
 
     code: int | None
     signal: int | None
     at: Now
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,14 +201,14 @@ Life = Resting | Waiting | Blocked | Starting | Running | Stopping | Unkillable
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """A unit's child over all its lives. failures: crashes and wedges in a row. starts: spawns that succeeded, ever."""
+    """A unit's child over all its lives. failures: crashes and wedges in a row. restarts: crashes and wedges, ever."""
 
     want: Want | Unwanted
     life: Life
     generation: int = 0
     failures: int = 0
     spawn_faults: int = 0
-    starts: int = 0
+    restarts: int = 0
     last_exit: Exit | None = None
     pause: Pause | None = None
 

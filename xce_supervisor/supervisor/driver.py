@@ -1,0 +1,86 @@
+"""Drives the core: one queue of events, one timer, effects begun in order (docs/architecture.md, "Decide, then act").
+
+Events may come from anywhere on the loop, also while an effect is begun; they wait their turn. The driver is also the one who
+notices that it did not run: every poll of the controller feeds it, so a silence much longer than a poll means that this
+process was stopped, suspended or starved, and the core hears of that before it hears of anything else (docs/rules.md S10).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+from xce_supervisor.core import supervision
+from xce_supervisor.core.supervision import Effect, Event, LoopGapSeen, Policy, State, TimePassed
+from xce_supervisor.core.words import NS_PER_MS, Now
+from xce_supervisor.process.alarm import Alarm
+from xce_supervisor.supervisor import clock
+
+# Late by less than this is everyday noise of a busy host.
+_GAP_NS_MIN = 500 * NS_PER_MS
+
+
+class Driver:
+    """Holds the state; `feed` is the only way to change it.
+
+    perform: begins one effect. after: called once after a burst of events, e.g. to save what changed.
+    quiet_ns: how long it may be normal that nobody feeds us (poll wait plus request deadline).
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        state: State,
+        policy: Policy,
+        perform: Callable[[Effect], None],
+        after: Callable[[], None],
+        quiet_ns: int,
+    ) -> None:
+        self.state = state
+        self.policy = policy
+        self._perform = perform
+        self._after = after
+        self._quiet_ns = quiet_ns
+        self._queue: deque[Event] = deque()
+        self._busy = False
+        self._fed_at: Now = clock.now()
+        self.gap_ns_max = 0
+        self._alarm = Alarm(loop, self._on_alarm)
+
+    def feed(self, event: Event) -> None:
+        """Take an event; step and act before returning, unless an event is being worked on already."""
+        self._queue.append(event)
+        if self._busy:
+            return
+        self._busy = True
+        try:
+            self._notice_gap()
+            while self._queue:
+                now = clock.now()
+                self.state, effects = supervision.step(self.state, self._queue.popleft(), now, self.policy)
+                for effect in effects:
+                    self._perform(effect)
+            self._arm()
+        finally:
+            self._busy = False
+        self._after()
+
+    def close(self) -> None:
+        """Stop the timer."""
+        self._alarm.close()
+
+    def _notice_gap(self) -> None:
+        now = clock.now()
+        silence_ns = now.since(self._fed_at)
+        self._fed_at = now
+        if silence_ns > self._quiet_ns + _GAP_NS_MIN:
+            self.gap_ns_max = max(self.gap_ns_max, silence_ns)
+            self._queue.appendleft(LoopGapSeen(silence_ns))
+
+    def _arm(self) -> None:
+        deadline = supervision.next_deadline(self.state, self.policy)
+        self._alarm.set(None if deadline is None else deadline.mono_ns)
+
+    def _on_alarm(self) -> None:
+        self.feed(TimePassed())
