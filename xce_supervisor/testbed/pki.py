@@ -38,7 +38,7 @@ NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 HOST_PATTERN = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,252})")
 DEFAULT_DAYS = 365
 CA_DAYS = 3650
-# Hosts of one cluster may disagree about the time of day: a peer whose clock lags must not find a new certificate "not yet valid".
+# Hosts of one cluster may disagree about the time of day: one whose clock lags must not find a new certificate "not yet valid".
 BACKDATE_S = 3600
 RENEW_BEFORE_S = 14 * 86400  # docs/rules.md A2: expiry is told 14 days ahead; asking again then gives a new one
 LOCK_WAIT_S = 10.0
