@@ -235,3 +235,14 @@ class Unit(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def name(self) -> str:
         """The unit's name."""
         return self.unit.name
+
+    @property
+    def limit_pairs(self) -> dict[str, tuple[int, int]]:
+        """Each resource limit as (soft, hard), -1 for unlimited. Only for a unit that was checked."""
+        return {name: _pair(limit) for name, limit in self.limits.items()}
+
+
+def _pair(limit: int | str) -> tuple[int, int]:
+    soft, _, hard = str(limit).partition(":")
+    numbers = [-1 if word == "unlimited" else int(word) for word in (soft, hard or soft)]
+    return numbers[0], numbers[1]
