@@ -1,0 +1,411 @@
+"""A connection that carries requests, replies and pushes both ways, and `connect`, which opens one.
+
+Every request has a deadline and ends in exactly one way; a reply that comes after it is counted and dropped. Nothing queues
+without a bound. A connection ends once, with a reason in `closed`, and does not come back: reconnecting is FailoverConnection's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, cast
+
+import structlog
+
+from xce_supervisor.errors import DeadlinePassed, PeerError, Redirected, RequestRefused
+from xce_supervisor.link.limits import DEFAULT_LIMITS, Budget, Counters, Limits
+from xce_supervisor.link.peer import PeerName, check_server, split_address
+from xce_supervisor.link.stream import Stream, lost_reason
+from xce_supervisor.link.tls import TlsSource
+from xce_supervisor.wire.codec import BadMessage, Incoming, MalformedFrame, encode
+from xce_supervisor.wire.words import Body, Done, ErrorCode, Frame, Message, Opcode, Ping, Redirect, Refusal
+
+Handler = Callable[[Message], Awaitable[Body]]
+Answer = Message | Done
+
+log = structlog.get_logger("link")
+
+# Nobody waits for these when their connection is gone; all others are run to their end, because they change something.
+_QUERIES = frozenset({Opcode.CTRL_STATUS, Opcode.JOB_QUERY})
+_PING = Ping()
+
+
+class _Waiting:
+    """A request of ours that waits for its reply."""
+
+    __slots__ = ("future", "opcode", "timer")
+
+    def __init__(self, future: asyncio.Future[Body], timer: asyncio.TimerHandle, opcode: Opcode) -> None:
+        self.future = future
+        self.timer = timer
+        self.opcode = opcode
+
+
+class Connection:
+    """One connection, either side.
+
+    peer: the name in the peer's certificate, None without TLS or without such a name. remote: "address:port", for people.
+    closed: done when the connection is over; its result says why. It never holds an exception.
+    """
+
+    def __init__(
+        self,
+        remote: str,
+        limits: Limits,
+        *,
+        on_push: Callable[[Message], None] | None = None,
+        on_open: Callable[[Connection], None] | None = None,
+        budget: Budget | None = None,
+        counters: Counters | None = None,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.peer: PeerName | None = None
+        self.remote = remote
+        self.closed: asyncio.Future[str] = self._loop.create_future()
+        self.counters = counters or Counters()
+        self.last_frame_at = self._loop.time()  # the loop's clock (CLOCK_MONOTONIC), seconds
+        self.certificate: dict[str, Any] | None = None
+        self.stream = Stream(limits, budget or Budget(limits.buffered_bytes), self._opened, self._take, self._over)
+        self._limits = limits
+        self._on_push = on_push
+        self._on_open = on_open
+        self._handler: Handler | None = None
+        self._last_id = 0
+        self._waiting: dict[int, _Waiting] = {}
+        self._slots = asyncio.Semaphore(limits.in_flight)
+        self._tasks: dict[asyncio.Task[Body], tuple[int, Opcode]] = {}
+
+    def __repr__(self) -> str:
+        return f"<Connection {self.remote} {self.peer or 'unnamed'}>"
+
+    # ---------------------------------------------------------------- asking and telling
+
+    async def request(self, message: Message, deadline_s: float) -> Answer:
+        """Send a request and return its reply.
+
+        Args:
+            deadline_s: seconds from now, all waiting included.
+
+        Raises:
+            RequestRefused: the peer said no; or the message is over a limit and was not sent (ErrorCode.LIMIT).
+            Redirected: the peer is not the primary.
+            DeadlinePassed: no reply in time. Whether the peer acted is not known.
+            PeerError: the connection is over, or ended while waiting. Whether the peer acted is not known.
+        """
+        started = self._loop.time()
+        if self._slots.locked():
+            try:
+                async with asyncio.timeout(deadline_s):
+                    await self._slots.acquire()
+            except TimeoutError:
+                raise DeadlinePassed(
+                    self._text(message, f"{self._limits.in_flight} others were in flight for {deadline_s} s")
+                ) from None
+        else:
+            await self._slots.acquire()
+        try:
+            return await self._ask(message, started + deadline_s, deadline_s)
+        finally:
+            self._slots.release()
+
+    async def _ask(self, message: Message, ends_at: float, deadline_s: float) -> Answer:
+        if self.closed.done():
+            raise PeerError(self._text(message, f"the connection is over: {self.closed.result()}"))
+        self._last_id = number = self._last_id + 1
+        data = self._encoded(Frame(id=number, body=message))
+        future: asyncio.Future[Body] = self._loop.create_future()
+        timer = self._loop.call_at(ends_at, self._expire, number, f"no answer in {deadline_s:g} s", message)
+        self._waiting[number] = _Waiting(future, timer, message.opcode)
+        try:
+            self.stream.send(data)
+            body = await future
+        finally:
+            timer.cancel()
+            self._waiting.pop(number, None)
+        if isinstance(body, Refusal):
+            raise RequestRefused(body.code, body.text)
+        if isinstance(body, Redirect):
+            raise Redirected(body.address, body.controller_id, body.term)
+        return body
+
+    def push(self, message: Message) -> None:
+        """Send without asking for a reply.
+
+        Raises:
+            PeerError: the connection is over, or the peer does not read and its send queue is full; nothing was sent.
+            RequestRefused: the message is over a limit (ErrorCode.LIMIT); nothing was sent.
+        """
+        self.stream.send(self._encoded(Frame(id=0, body=message)))
+
+    def close(self, reason: str) -> None:
+        """End the connection gracefully; idempotent. Requests that wait get a PeerError, `closed` gets the reason."""
+        self.stream.end(reason)
+
+    def abort(self, reason: str) -> None:
+        """End the connection at once, without sending what is queued; idempotent."""
+        self.stream.abort(reason)
+
+    def serve(self, handler: Handler) -> None:
+        """Answer the peer's requests by `handler` from now on, each in a task. Pushes go to it too; their body is dropped."""
+        self._handler = handler
+
+    @property
+    def waits(self) -> bool:
+        """Is a request in flight, in either direction?"""
+        return bool(self._waiting or self._tasks)
+
+    def _text(self, message: Message, what: str) -> str:
+        return f"{message.opcode.name} to {self.remote}: {what}"
+
+    def _encoded(self, frame: Frame) -> bytes:
+        try:
+            data = encode(frame)
+        except ValueError as error:
+            raise RequestRefused(ErrorCode.LIMIT, str(error)) from None
+        if len(data) - 8 > self._limits.frame_bytes:
+            raise RequestRefused(
+                ErrorCode.LIMIT, f"the message has {len(data) - 8} bytes; the limit is {self._limits.frame_bytes}"
+            )
+        return data
+
+    def _expire(self, number: int, what: str, message: Message) -> None:
+        waiting = self._waiting.pop(number, None)
+        if waiting is not None and not waiting.future.done():
+            waiting.future.set_exception(DeadlinePassed(self._text(message, what)))
+
+    # ---------------------------------------------------------------- what the stream calls
+
+    def _opened(self, transport: asyncio.Transport) -> None:
+        self.certificate = transport.get_extra_info("peercert")
+        self.last_frame_at = self._loop.time()
+        if self._on_open is not None:
+            self._on_open(self)
+
+    def _take(self, frames: list[Incoming]) -> None:
+        self.last_frame_at = self._loop.time()
+        for frame in frames:
+            if isinstance(frame, BadMessage):
+                self._take_bad(frame)
+            elif frame.is_reply:
+                self._take_reply(frame.id, frame.body)
+            elif frame.id:
+                self._take_request(frame.id, cast(Message, frame.body))
+            else:
+                self._take_push(cast(Message, frame.body))
+
+    def _take_reply(self, number: int, body: Body) -> None:
+        waiting = self._waiting.pop(number, None)
+        if waiting is None:
+            if not 0 < number <= self._last_id:
+                raise MalformedFrame(f"a reply to request {number}, which was never sent")
+            self.counters.late_replies += 1
+            return
+        if isinstance(body, Message) and body.opcode != waiting.opcode:
+            raise MalformedFrame(f"{type(body).__name__} came as the reply to {waiting.opcode.name}")
+        if not waiting.future.done():
+            waiting.future.set_result(body)
+
+    def _take_push(self, message: Message) -> None:
+        self.counters.pushes += 1
+        if self._handler is not None:
+            self._run(0, message, self._handler)
+        elif self._on_push is not None:
+            self._on_push(message)
+
+    def _take_request(self, number: int, message: Message) -> None:
+        self.counters.requests += 1
+        if message.opcode is Opcode.PING:
+            self._reply(number, Done())
+        elif self._handler is None:
+            self.counters.unsupported += 1
+            self._reply(number, Refusal(code=ErrorCode.UNSUPPORTED, text=f"{message.opcode.name} is not served here"))
+        elif len(self._tasks) >= self._limits.in_flight:
+            self.counters.refused_requests += 1
+            text = f"{self._limits.in_flight} requests of this connection are in flight; wait for a reply"
+            self._reply(number, Refusal(code=ErrorCode.LIMIT, text=text))
+        else:
+            self._run(number, message, self._handler)
+
+    def _take_bad(self, bad: BadMessage) -> None:
+        unsupported = bad.code is ErrorCode.UNSUPPORTED
+        self.counters.unsupported += unsupported
+        self.counters.malformed += not unsupported
+        if bad.id and not bad.is_reply:
+            self._reply(bad.id, Refusal(code=bad.code, text=bad.text))
+        if not unsupported or bad.is_reply:
+            raise MalformedFrame(bad.text)
+
+    def _over(self, reason: str) -> None:
+        if not self.closed.done():
+            self.closed.set_result(reason)
+        for waiting in self._waiting.values():
+            waiting.timer.cancel()
+            if not waiting.future.done():
+                error = PeerError(f"{waiting.opcode.name} to {self.remote}: the connection ended: {reason}")
+                waiting.future.set_exception(error)
+        self._waiting.clear()
+        for task, (_, opcode) in self._tasks.items():
+            if opcode in _QUERIES:
+                task.cancel()
+
+    # ---------------------------------------------------------------- answering
+
+    def _run(self, number: int, message: Message, handler: Handler) -> None:
+        task = self._loop.create_task(cast(Coroutine[Any, Any, Body], handler(message)))
+        self._tasks[task] = (number, message.opcode)
+        task.add_done_callback(self._answered)
+
+    def _answered(self, task: asyncio.Task[Body]) -> None:
+        number, opcode = self._tasks.pop(task)
+        if task.cancelled():
+            return
+        body: Body
+        error = task.exception()
+        if error is None:
+            body = task.result()
+        elif isinstance(error, RequestRefused):
+            body = Refusal(code=ErrorCode(error.code), text=error.text)
+        elif isinstance(error, Redirected):
+            body = Redirect(address=error.address, controller_id=error.controller_id, term=error.term)
+        else:
+            self.counters.handler_bugs += 1
+            log.error("handler.failed", opcode=opcode.name, remote=self.remote, peer=str(self.peer), exc_info=error)
+            body = Refusal(code=ErrorCode.UNAVAILABLE, text=f"{opcode.name} failed at the peer: {type(error).__name__}")
+        if number:
+            self._reply(number, body)
+
+    def _reply(self, number: int, body: Body) -> None:
+        """Send a reply. A peer that does not read its replies, so that its queue is full, loses the connection."""
+        if isinstance(body, Refusal):
+            self.counters.refused_requests += body.code is not ErrorCode.UNSUPPORTED
+            self.counters.denied += body.code is ErrorCode.DENIED
+        try:
+            self.stream.send(self._encoded(Frame(id=number, body=body, is_reply=True)))
+        except RequestRefused as error:
+            log.error("reply.refused", remote=self.remote, reason=error.text)
+            self._reply(number, Refusal(code=ErrorCode.LIMIT, text=f"the reply {error.text}"))
+        except PeerError as error:
+            self.stream.abort(str(error))
+
+    async def finish(self, within_s: float) -> None:
+        """Wait for the handlers that still run, then cancel the rest; used when a server closes."""
+        if self._tasks:
+            await asyncio.wait(list(self._tasks), timeout=within_s)
+        for task in list(self._tasks):
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(list(self._tasks), timeout=within_s)
+
+
+def set_options(sock: socket.socket) -> None:
+    """Make the kernel notice a peer that is gone in about 3 s: probes on an idle connection, a limit on unacknowledged data."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 3000)
+
+
+async def connect(
+    address: str,
+    tls: TlsSource | None,
+    *,
+    deadline_s: float,
+    on_push: Callable[[Message], None],
+    limits: Limits = DEFAULT_LIMITS,
+) -> Connection:
+    """Open a connection to one address, once: of several addresses that a name resolves to, only the first (docs/rules.md S3).
+
+    The peer has answered a ping when this returns. With TLS 1.3 that is the first proof that it took our certificate.
+
+    Args:
+        address: "host:port" or "[v6]:port". tls: None for plain TCP.
+        deadline_s: seconds for all of it: name, connection, handshake, first answer.
+        on_push: called on the loop for every push; what it raises is a bug and ends the connection.
+
+    Raises:
+        PeerError: names the address, the step and the cause. DeadlinePassed if it was time.
+    """
+    opening = _Opening(address, tls, on_push, limits)
+    try:
+        async with asyncio.timeout(deadline_s):
+            return await opening.run(deadline_s)
+    except TimeoutError:
+        raise DeadlinePassed(f"{address}: no answer within {deadline_s:g} s while {opening.step}") from None
+    except (OSError, ssl.SSLError) as error:
+        raise PeerError(f"{address}: {opening.step} failed: {_cause(error, tls is not None)}") from error
+
+
+def _cause(error: OSError, with_tls: bool) -> str:
+    if isinstance(error, ssl.SSLError) and error.reason == "WRONG_VERSION_NUMBER":
+        return "the peer does not speak TLS"
+    if with_tls and isinstance(error, ConnectionResetError):
+        return "closed during the TLS handshake: a limit of the peer, or no TLS server"
+    if isinstance(error, ConnectionAbortedError):
+        return "the TLS handshake took too long"
+    return lost_reason(error)
+
+
+class _Opening:
+    """The steps of `connect`, with the name of the one that is under way."""
+
+    def __init__(self, address: str, tls: TlsSource | None, on_push: Callable[[Message], None], limits: Limits) -> None:
+        self._address = address
+        self._tls = tls
+        self._on_push = on_push
+        self._limits = limits
+        self.step = "resolving the name"
+
+    async def run(self, deadline_s: float) -> Connection:
+        loop = asyncio.get_running_loop()
+        host, port = split_address(self._address)
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        family, kind, proto, _, target = found[0]
+        sock = socket.socket(family, kind | socket.SOCK_CLOEXEC, proto)
+        connection = Connection(self._address, self._limits, on_push=self._on_push)
+        try:
+            self.step = "connecting"
+            sock.setblocking(False)
+            set_options(sock)
+            await loop.sock_connect(sock, target)
+            self.step = "the TLS handshake" if self._tls else "connecting"
+            await self._transport(connection, sock, host, deadline_s)
+        except BaseException:
+            sock.close()
+            raise
+        try:
+            self.step = "waiting for the first answer"
+            if self._tls is not None:
+                connection.peer = check_server(connection.certificate, host)
+            await connection.request(_PING, deadline_s)
+        except RequestRefused:
+            pass  # an answer all the same: a peer that does not know pings
+        except BaseException as error:
+            connection.abort("not taken")
+            if isinstance(error, PeerError):
+                raise self._not_taken(connection, error) from error
+            raise
+        return connection
+
+    async def _transport(self, connection: Connection, sock: socket.socket, host: str, deadline_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        if self._tls is None:
+            await loop.create_connection(lambda: connection.stream, sock=sock)
+            return
+        context = self._tls.client()
+        await loop.create_connection(
+            lambda: connection.stream, sock=sock, ssl=context, server_hostname=host, ssl_handshake_timeout=deadline_s
+        )
+
+    def _not_taken(self, connection: Connection, error: PeerError) -> PeerError:
+        if isinstance(error, DeadlinePassed) or not connection.closed.done():
+            return PeerError(f"{self._address}: {error}")
+        reason = connection.closed.result()
+        if self._tls is not None and reason in ("closed by the peer", "reset by the peer"):
+            reason = "closed by the peer right after the TLS handshake: it refuses our certificate, or a limit of it is reached"
+        elif self._tls is None and reason == "closed by the peer":
+            reason = "closed by the peer without an answer: it may want TLS, or a limit of it is reached"
+        return PeerError(f"{self._address}: {reason}")
