@@ -29,6 +29,8 @@ def open_engine(url: str) -> Engine:
     options = _options(url, query)
     if scheme == "sqlite":
         return _open_sqlite(url, unquote(place), options)
+    if scheme == "etcd":
+        return _open_etcd(url, unquote(place), options)
     raise ConfigError(f"store {url!r}: no engine is called {scheme!r}; write {_FORMS}")
 
 
@@ -38,6 +40,36 @@ def _open_sqlite(url: str, place: str, options: dict[str, str]) -> Engine:
     if not place or place.endswith("/"):
         raise ConfigError(f"store {url!r}: names no file; write sqlite:///PATH/TO/store.db")
     return SqliteEngine(Path(place), lease_ms / 1000)
+
+
+def _open_etcd(url: str, place: str, options: dict[str, str]) -> Engine:
+    try:  # only here, so that nobody else needs the extra or pays for loading it
+        from xce_supervisor.store.etcd import PREFIX_DEFAULT, TTL_S_DEFAULT, EtcdEngine
+        from xce_supervisor.store.etcd_calls import EtcdTls
+    except ImportError as error:
+        raise ConfigError(
+            f"store {url!r}: {error.name} is missing; install the extra: pip install 'xce-supervisor[etcd]'"
+        ) from error
+    members, slash, prefix = place.partition("/")
+    endpoints = [_endpoint(url, member) for member in members.split(",")]
+    if len(set(endpoints)) != len(endpoints):
+        raise ConfigError(f"store {url!r}: names a member twice")
+    ttl_s = _number(url, options, "ttl_s", TTL_S_DEFAULT, low=1, high=600)
+    if ttl_s != int(ttl_s):
+        raise ConfigError(f"store {url!r}: ttl_s={ttl_s}: etcd counts whole seconds")
+    paths = {key: Path(options.pop(key)) for key in ("ca", "cert", "key") if key in options}
+    _refuse_rest(url, options)
+    if ("cert" in paths) != ("key" in paths) or (paths and "ca" not in paths):
+        raise ConfigError(f"store {url!r}: give ca alone, or ca, cert and key together")
+    tls = EtcdTls(paths["ca"], paths.get("cert"), paths.get("key")) if paths else None
+    return EtcdEngine(endpoints, f"/{prefix.strip('/')}" if slash and prefix.strip("/") else PREFIX_DEFAULT, int(ttl_s), tls)
+
+
+def _endpoint(url: str, member: str) -> str:
+    host, colon, port = member.rpartition(":")
+    if not colon or not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65_536:
+        raise ConfigError(f"store {url!r}: member {member!r} is not HOST:PORT")
+    return member
 
 
 def _options(url: str, query: str) -> dict[str, str]:
