@@ -26,7 +26,6 @@ from xce_supervisor.core.child_words import (
     ChildEffect,
     ChildEvent,
     GapSeen,
-    LeaderExited,
     Pause,
     PollRole,
     Record,
@@ -34,11 +33,8 @@ from xce_supervisor.core.child_words import (
     Resting,
     Running,
     SessionSeen,
-    SpawnCancelled,
-    SpawnFailed,
     StopReason,
     Ticked,
-    TreeEmptied,
     UnitPolicy,
     Unwanted,
     Want,
@@ -151,7 +147,7 @@ class ForUnit:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """Everything that had to end has ended: exit."""
+    """Everything that had to end has ended: exit. May be told more than once."""
 
 
 Effect = ForUnit | PollRole | Record | Leave
@@ -233,7 +229,7 @@ def _one(state: State, name: str, event: ChildEvent, now: Now, policy: Policy) -
         removed = {key: value for key, value in removed.items() if key != name}
     state = replace(state, children=children, removed=removed)
     out: tuple[Effect, ...] = tuple(ForUnit(name, effect) for effect in (*effects, *more))
-    if state.leaving and isinstance(event, LeaderExited | TreeEmptied | SpawnCancelled | SpawnFailed) and settled(state):
+    if state.leaving and not isinstance(event, Ticked) and settled(state):
         out = (*out, Leave())
     return state, out
 
