@@ -65,6 +65,7 @@ def _act(world: World, term: int, name: str, value: Any) -> int:  # noqa: PLR091
     elif name == "unjoined":
         world.answer(Role.PRIMARY, term=max(1, term), session=Session(False, "", "", 0, 0, None))
     elif name == "gap":
+        world.advance(value * 1000, tick=False)
         world.feed(sup.LoopGapSeen(value * NS_PER_S))
     elif name == "restart":
         world.happened("scheduler", RestartAsked("anna"))
