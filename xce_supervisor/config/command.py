@@ -20,8 +20,8 @@ PLACEHOLDERS = {
     "term": "of our controller; 0 for units with binding `always`",
     "spawn_token": "random, one per spawn; the child shows it in its join",
     "tls_ca": "as in [tls]; empty with insecure = true",
-    "tls_cert": "as in [tls]; empty with insecure = true",
-    "tls_key": "as in [tls]; empty with insecure = true",
+    "tls_cert": "as in [tls.children.UNIT], else as in [tls]; empty with insecure = true",
+    "tls_key": "as in [tls.children.UNIT], else as in [tls]; empty with insecure = true",
     "state_dir": "as in [supervisor]",
 }
 

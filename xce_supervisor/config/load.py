@@ -11,7 +11,7 @@ import msgspec
 from xce_supervisor.config import relations
 from xce_supervisor.config.decode import decode, read
 from xce_supervisor.config.problem import Problem, refuse
-from xce_supervisor.config.settings import Config, Controller, Places, Supervisor, SupervisorFile, Tls, UnitFolders
+from xce_supervisor.config.settings import Config, Controller, Places, Supervisor, SupervisorFile, Tls, TlsPair, UnitFolders
 from xce_supervisor.config.unit import Unit
 
 OPTIONAL_FOLDER = Path("/etc/xce-supervisor/units")
@@ -115,7 +115,11 @@ def _tls(tls: Tls, folder: Path) -> Tls:
     def full(path: Path | None) -> Path | None:
         return None if path is None else Path(os.path.normpath(folder / path))
 
-    return msgspec.structs.replace(tls, ca=full(tls.ca), cert=full(tls.cert), key=full(tls.key))
+    children = {
+        unit: TlsPair(cert=Path(os.path.normpath(folder / pair.cert)), key=Path(os.path.normpath(folder / pair.key)))
+        for unit, pair in tls.children.items()
+    }
+    return msgspec.structs.replace(tls, ca=full(tls.ca), cert=full(tls.cert), key=full(tls.key), children=children)
 
 
 def _directories(folders: UnitFolders, file: Path, problems: list[Problem]) -> tuple[Path, ...]:

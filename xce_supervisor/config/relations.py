@@ -14,7 +14,7 @@ from xce_supervisor.config.command import (
     single_address,
     wrong_placeholder,
 )
-from xce_supervisor.config.problem import Problem
+from xce_supervisor.config.problem import Problem, suggest
 from xce_supervisor.config.settings import Config, SupervisorFile
 from xce_supervisor.config.unit import Unit
 
@@ -55,8 +55,8 @@ def of_settings(value: SupervisorFile, file: Path) -> Iterator[Problem]:
 def _of_tls(value: SupervisorFile, file: Path) -> Iterator[Problem]:
     given = {"ca": value.tls.ca, "cert": value.tls.cert, "key": value.tls.key}
     missing = [name for name, path in given.items() if path is None]
-    if value.tls.insecure and len(missing) < 3:
-        yield Problem(file, "tls.insecure", "contradicts ca, cert and key beside it; remove it, or them")
+    if value.tls.insecure and (len(missing) < 3 or value.tls.children):
+        yield Problem(file, "tls.insecure", "contradicts ca, cert, key or children beside it; remove it, or them")
     elif not value.tls.insecure and missing:
         yield Problem(
             file,
@@ -175,6 +175,10 @@ def between(config: Config, files: dict[str, Path]) -> Iterator[Problem]:
             "supervisor.run_dir",
             f"{config.supervisor.run_dir} is longer than {RUN_DIR_BYTES_MAX} bytes, so no socket in it could be made",
         )
+    names = [unit.name for unit in config.units]
+    for name in config.tls.children:
+        if name not in names:
+            yield Problem(config.file, f"tls.children.{name}", f"no unit is called {name}{suggest(name, names)}")
     limit_s = config.supervisor.stop_limit_s
     for unit in config.units:
         file = files[unit.name]

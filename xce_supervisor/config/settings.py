@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
 from xce_supervisor.config.unit import Unit
 
@@ -86,6 +86,13 @@ class Controller(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ]
 
 
+class TlsPair(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A certificate and its key."""
+
+    cert: Path
+    key: Path
+
+
 class Tls(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the controller is known to be the right one. Either all of ca, cert and key, or `insecure = true`."""
 
@@ -94,6 +101,13 @@ class Tls(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Path | None, Meta(description="PEM file of our certificate; its URI SAN names us: xce://CLUSTER/supervisor/NAME.")
     ] = None
     key: Annotated[Path | None, Meta(description="PEM file of the certificate's private key; readable by us alone.")] = None
+    children: Annotated[
+        dict[str, TlsPair],
+        Meta(
+            description="Certificates of children, by unit: [tls.children.scheduler] with cert and key, filled in for {tls_cert} "
+            "and {tls_key}. The controller refuses a scheduler that shows a supervisor's certificate."
+        ),
+    ] = field(default_factory=dict)
     insecure: Annotated[
         bool,
         Meta(
@@ -214,6 +228,14 @@ class Config(Struct, frozen=True, kw_only=True):
     role: RoleWatch
     folders: UnitFolders
     units: tuple[Unit, ...]
+
+    def tls_of(self, unit: str) -> tuple[str, str, str]:
+        """Return ca, certificate and key for a child of that unit; three empty texts where TLS is off."""
+        if self.tls.insecure:
+            return "", "", ""
+        own = self.tls.children.get(unit)
+        cert, key = (own.cert, own.key) if own is not None else (self.tls.cert, self.tls.key)
+        return str(self.tls.ca), str(cert), str(key)
 
     def unit(self, name: str) -> Unit | None:
         """Return the unit of that name, None if there is none."""

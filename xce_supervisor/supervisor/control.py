@@ -45,7 +45,7 @@ class Refused(Exception):
         self.code = code
 
 
-# Given the verb, its arguments and the caller; returns what msgspec can encode, at once (answers come from memory), or raises Refused.
+# Given verb, arguments and caller; returns at once (answers come from memory) what msgspec can encode, or raises Refused.
 Handler = Callable[[str, dict[str, Any], Caller], Any]
 
 
