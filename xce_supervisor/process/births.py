@@ -22,11 +22,18 @@ class Births:
         self._issued = 0
         self._open: set[int] = set()
         self._claimed: dict[int, Identity] = {}
-        self._on_over: Callable[[], None] | None = None
+        self._listeners: tuple[Callable[[], None], ...] = ()
 
-    def when_over(self, callback: Callable[[], None] | None) -> None:
-        """Call `callback`, in the lane's thread, whenever a birth is over."""
-        self._on_over = callback
+    def when_over(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Call `callback`, in the lane's thread, whenever a birth is over. Returns a function that ends this."""
+        with self._lock:
+            self._listeners = (*self._listeners, callback)
+
+        def end() -> None:
+            with self._lock:
+                self._listeners = tuple(each for each in self._listeners if each is not callback)
+
+        return end
 
     @contextmanager
     def expected(self) -> Iterator[None]:
@@ -40,8 +47,8 @@ class Births:
         finally:
             with self._lock:
                 self._open.discard(number)
-            if self._on_over is not None:
-                self._on_over()
+            for listener in self._listeners:
+                listener()
 
     def claim(self, identity: Identity) -> None:
         """Tell that this child is ours; it keeps its exit status until somebody watches it."""
@@ -62,6 +69,11 @@ class Births:
         """Return the number of births that have begun so far."""
         with self._lock:
             return self._issued
+
+    def any_open(self) -> bool:
+        """Is a birth going on?"""
+        with self._lock:
+            return bool(self._open)
 
     def over_since(self, mark: int) -> bool:
         """Are all births over that had begun at `mark`?"""

@@ -85,6 +85,7 @@ class Exits:
         self._on_orphan = on_orphan
         self._watches: dict[int, _Watch] = {}  # by pid
         self._signals = -1
+        self._end_listening: Callable[[], None] = _nothing
         self._seen: dict[int, int] = {}  # zombies that nobody claims, to the births begun at their first sight
 
     def reap_orphans(self) -> None:
@@ -109,7 +110,7 @@ class Exits:
             raise OSError(ctypes.get_errno(), "cannot read SIGCHLD from a descriptor (signalfd)")
         self._signals = fd
         self._loop.add_reader(fd, self._on_sigchld)
-        self.births.when_over(self._on_birth_over)
+        self._end_listening = self.births.when_over(self._on_birth_over)
         self._sweep()  # what died before we listened
 
     def watch(self, identity: Identity, callback: Callable[[Exited], None]) -> None:
@@ -144,7 +145,7 @@ class Exits:
         for watch in list(self._watches.values()):
             self._drop(watch)
         if self._signals >= 0:
-            self.births.when_over(None)
+            self._end_listening()
             self._loop.remove_reader(self._signals)
             os.close(self._signals)
             self._signals = -1
@@ -220,6 +221,10 @@ class Exits:
             return
         if info is not None and identity is not None and self._on_orphan is not None:
             self._on_orphan(_exited(identity, info))
+
+
+def _nothing() -> None:
+    """Stand in for a listener that was never registered."""
 
 
 def _next_zombie() -> int:
