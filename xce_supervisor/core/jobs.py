@@ -252,6 +252,9 @@ def admit_report(table: JobTable, worker: str, report: Report) -> Admitted | Ref
     if report.state not in ("done", "failed"):
         return Refused(Refusal.MALFORMED, f"job {report.job_id}: no attempt is in state {report.state!r}")
     outcome = Outcome.DONE if report.state == "done" else Outcome.FAILED
+    if report.state == "failed" and report.reason == HOST_LOST_REASON:
+        # The worker's own word for an end that was not the command's: it was restarted, or told to end (docs/protocol.md).
+        outcome = Outcome.HOST_LOST
     return Admitted((Ended(report.job_id, report.attempt, outcome, report.exit_code, report.reason[:REASON_CHARS_MAX]),))
 
 

@@ -14,7 +14,7 @@ At most one child per unit is alive (S5) because a unit has one Child and a Chil
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import assert_never
 
@@ -154,9 +154,21 @@ Effect = ForUnit | PollRole | Record | Leave
 Step = tuple[State, tuple[Effect, ...]]
 
 
-def initial(now: Now, policy: Policy, held: Binding | None = None, pauses: Mapping[str, Pause] | None = None) -> State:
-    """Return the first state. held: binding of survivors to be adopted (S17). pauses: kept from before (S24)."""
-    state = State(role_part.initial(now, policy.role, held), {})
+def initial(
+    now: Now,
+    policy: Policy,
+    held: Binding | None = None,
+    pauses: Mapping[str, Pause] | None = None,
+    generations: Mapping[str, int] | None = None,
+    strays: Collection[str] = (),
+) -> State:
+    """Return the first state. held: binding of survivors to be adopted (S17). pauses: kept from before (S24).
+
+    generations: the highest ones ever used, so that none comes twice. strays: units that are configured no more but have a
+    survivor, to be adopted and stopped.
+    """
+    removed = {name: UnitPolicy(name) for name in strays}
+    state = State(role_part.initial(now, policy.role, held), {}, removed=removed)
     pauses = pauses or {}
     children = {
         name: Child(_want(state, name, unit), Resting(now), pause=pauses.get(name)) for name, unit in policy.units.items()

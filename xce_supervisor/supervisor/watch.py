@@ -44,13 +44,17 @@ class RoleWatch:
     ) -> None:
         self._address = address
         self._tls = tls
-        self._poll_s = poll_interval_ms / 1000
-        self._deadline_s = request_deadline_ms / 1000
+        self.retime(poll_interval_ms, request_deadline_ms)
         self._feed = feed
         self._limits = Limits(frame_bytes=_ANSWER_BYTES_MAX)
         self._connection: Connection | None = None
         self._extra: asyncio.Task[None] | None = None
         self.seen: CtrlStatusReply | None = None
+
+    def retime(self, poll_interval_ms: int, request_deadline_ms: int) -> None:
+        """Take other times from the next question on (reload)."""
+        self._poll_s = poll_interval_ms / 1000
+        self._deadline_s = request_deadline_ms / 1000
 
     async def run(self) -> None:
         """Watch until cancelled."""
