@@ -6,6 +6,7 @@ that a service manager can be told never to retry it (systemd: RestartPreventExi
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from enum import IntEnum
@@ -13,6 +14,7 @@ from typing import NoReturn
 
 import click
 
+from xce_supervisor.cli.paper import OutputFailed
 from xce_supervisor.errors import ConfigError
 
 
@@ -24,6 +26,7 @@ class ExitCode(IntEnum):
     NOT_RUNNING = 3  # no supervisor has the socket
     CANNOT_TELL = 4  # a supervisor is there and does not answer; the last state is shown with its age
     REFUSED = 5  # the supervisor answered no (unknown unit, not allowed)
+    OUTPUT = 74  # standard output cannot be written
     LOCK_LOST = 75  # another supervisor watches this controller (docs/rules.md S16)
     CONFIG = 78  # arguments or configuration cannot be used
     INTERRUPTED = 130
@@ -39,6 +42,9 @@ def enter(command: click.Command, program: str) -> NoReturn:
 
 
 def _run(command: click.Command, program: str) -> int:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal that cannot show a letter is no reason to fail
     try:
         result = command.main(prog_name=program, standalone_mode=False)
         sys.stdout.flush()
@@ -51,8 +57,11 @@ def _run(command: click.Command, program: str) -> int:
         print(f"{program}: {error.format_message()}", file=sys.stderr)
         return ExitCode.CONFIG
     except ConfigError as error:
-        print(f"{program}: {error}", file=sys.stderr)
+        print("\n".join(f"{program}: {line}" for line in str(error).splitlines()), file=sys.stderr)
         return ExitCode.CONFIG
+    except OutputFailed as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        return ExitCode.OUTPUT
     except (KeyboardInterrupt, click.Abort):
         return ExitCode.INTERRUPTED
     except BrokenPipeError:

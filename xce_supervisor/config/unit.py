@@ -78,7 +78,7 @@ class Output(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     kind: Annotated[
         Literal["journal", "file", "null", "inherit"],
         Meta(
-            description="`journal`: systemd's journal under the unit's name, or the file DIR/NAME.log of state_dir where "
+            description="`journal`: systemd's journal under the unit's name, or the file output/UNIT.log of state_dir where "
             "there is none; `file`: `path`, opened for append; `null`: thrown away; `inherit`: the supervisor's "
             "own."
         ),

@@ -321,3 +321,41 @@ def _last_seq(path: Path, files_max: int) -> int:
         if found:
             return max(found)
     return 0
+
+
+class Follower:
+    """Reads on where it stopped, through rotation and removal; for `events --follow`."""
+
+    def __init__(self, path: Path, since_seq: int) -> None:
+        """since_seq: lines up to this one are known already."""
+        self._path = path
+        self._seq = since_seq
+        self._inode: tuple[int, int] | None = None
+        self._offset = 0
+
+    def news(self) -> list[Entry]:
+        """Return what was written since the last call, oldest first. Costs one `stat` when there is nothing."""
+        try:
+            seen = os.stat(self._path)
+        except OSError:
+            return []
+        inode = (seen.st_dev, seen.st_ino)
+        if inode == self._inode and seen.st_size == self._offset:
+            return []
+        if inode != self._inode or seen.st_size < self._offset:
+            found = read(self._path, since_seq=self._seq).entries  # rotated: what is left of the old file comes first
+            self._inode, self._offset = inode, 0
+        else:
+            found = []
+        with open(self._path, "rb") as opened:
+            opened.seek(self._offset)
+            for line in opened:
+                if not line.endswith(b"\n"):
+                    break
+                self._offset += len(line)
+                entry = parse(line[:-1])
+                if entry is not None:
+                    found.append(entry)
+        fresh = {entry.seq: entry for entry in found if entry.seq > self._seq}
+        self._seq = max([self._seq, *fresh])
+        return [fresh[seq] for seq in sorted(fresh)]
