@@ -27,7 +27,7 @@ from urllib.parse import quote, unquote
 
 from xce_supervisor.core.words import Identity
 from xce_supervisor.process.births import Births
-from xce_supervisor.process.identity import identity_of, is_alive, read_stat, send_signal
+from xce_supervisor.process.identity import identity_of, is_alive, read_proc, read_stat, send_signal
 from xce_supervisor.process.mark import TOKEN, marked, oldest_first
 from xce_supervisor.process.table import environment
 
@@ -187,6 +187,11 @@ class CgroupTree:
 
     def members(self) -> list[tuple[Identity, str]]:
         return _living(self._folder)
+
+    def contains(self, pid: int) -> bool:
+        lines = (read_proc(f"/proc/{pid}/cgroup") or b"").decode("utf-8", "surrogateescape").splitlines()
+        own = next((line[3:] for line in lines if line.startswith("0::")), "")
+        return f"/{self._folder.parent.name}/{self._folder.name}/" in f"{own}/"  # or in a group that the child made inside
 
     def empty(self) -> bool:
         if self._events < 0:

@@ -159,6 +159,16 @@ class GroupTree:
     def members(self) -> list[tuple[Identity, str]]:
         return [(identity, stat.state) for identity, stat in self._found().items()]
 
+    def contains(self, pid: int) -> bool:
+        """Look upwards: most senders are the leader, or just below it."""
+        leader = self.leader
+        stat = read_stat(pid)
+        while leader is not None and stat is not None and stat.pid > 1:
+            if self.knows(stat):
+                return True
+            stat = read_stat(stat.ppid)
+        return False
+
     def empty(self) -> bool:
         if self.leader is None:
             return True

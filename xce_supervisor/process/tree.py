@@ -48,6 +48,9 @@ class Tree(Protocol):
     def members(self) -> list[Member]:
         """Return who lives in it and their states (letters of proc(5))."""
 
+    def contains(self, pid: int) -> bool:
+        """Is that process in it? For the sender of a notice; cheap."""
+
     def empty(self) -> bool:
         """Is nobody alive in it? Cheap; may be asked in the loop."""
 
