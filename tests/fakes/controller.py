@@ -97,7 +97,7 @@ class Trouble:
 class FakeController:
     """One fake controller. Starts as primary of term 1 unless told otherwise.
 
-    asked: every request, in order. said: changes of `says` since the start.
+    asked: every request, in order.
     """
 
     def __init__(
@@ -144,6 +144,12 @@ class FakeController:
         shown = f"[{host}]" if ":" in host else host
         self.address = f"{shown}:{self._server.port}"
         return self
+
+    @property
+    def accepted(self) -> int:
+        """Connections that came this far since the start, refused ones included."""
+        seen = self._server.counters
+        return seen.accepted + seen.refused_connections + seen.failed_handshakes
 
     async def close(self) -> None:
         """Stop and close every connection."""
@@ -336,9 +342,7 @@ class FakeController:
             raise RequestRefused(ErrorCode.NOT_FOUND, f"no job {message.job_id}")
         if job.state != "pending" or job.attempt + 1 != message.attempt:
             raise RequestRefused(ErrorCode.CONFLICT, f"{job.job_id} is {job.state}, attempt {job.attempt}")
-        self.jobs[job.job_id] = msgspec.structs.replace(
-            job, state="dispatched", attempt=message.attempt, worker=message.worker
-        )
+        self.jobs[job.job_id] = msgspec.structs.replace(job, state="dispatched", attempt=message.attempt, worker=message.worker)
         return Done(index=len(self.asked))
 
     async def _status(self, asked: CtrlStatus) -> CtrlStatusReply:

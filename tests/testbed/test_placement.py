@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
+
 from xce_supervisor.testbed.placement import Placement, free_slots, place
 from xce_supervisor.wire.words import JobView, WorkerView
 
@@ -82,11 +83,15 @@ some_jobs = st.lists(
     ),
     max_size=30,
 )
-some_workers = st.lists(st.builds(worker, st.sampled_from(["a1", "a2", "b1"]), st.integers(0, 8), st.booleans()), unique_by=lambda w: w.name)
+some_workers = st.lists(
+    st.builds(worker, st.sampled_from(["a1", "a2", "b1"]), st.integers(0, 8), st.booleans()), unique_by=lambda w: w.name
+)
 
 
 @given(some_jobs, some_workers, st.integers(0, 40))
-def test_no_placement_ever_overfills_a_worker_or_breaks_the_order(jobs: list[JobView], workers: list[WorkerView], limit: int) -> None:
+def test_no_placement_ever_overfills_a_worker_or_breaks_the_order(
+    jobs: list[JobView], workers: list[WorkerView], limit: int
+) -> None:
     """Slots, constraints and the bound hold for any queue; of two jobs alike the earlier one goes first."""
     before = free_slots(jobs, workers)
     placed = place(jobs, workers, limit)

@@ -1,4 +1,4 @@
-"""The reference scheduler: pinned to one controller and one term; acts on pushes, then acknowledges; ends rather than serve another.
+"""The reference scheduler: pinned to one controller and one term; acts on pushes, acknowledges, ends rather than serve others.
 
 It is given exactly one address (docs/rules.md S3). A name is resolved once, and the first address it gave is the only one that
 is ever spoken to, also while the controller is not up yet. After the join there is no reconnect: a lost connection, a role check

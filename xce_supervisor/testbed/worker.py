@@ -1,8 +1,8 @@
 """The reference worker: runs real commands, once each, follows the primary, and keeps jobs running across fail-overs.
 
 What must hold, whatever dies: an attempt is started at most once, and what became of it is told until a controller has answered.
-The parts: `worker_jobs` decides, `worker_disk` and `worker_log` remember, `worker_spawn` starts and reaps, `worker_reports` tells,
-`worker_survivors` cleans up after a former process. This file is the order in which they are asked:
+The parts: `worker_jobs` decides, `worker_disk` and `worker_log` remember, `worker_spawn` starts and reaps, `worker_reports`
+tells, `worker_survivors` cleans up after a former process. This file is the order in which they are asked:
 
     JobStart -> judge -> begin -> log "begun" (synced) -> spawn -> report running
     exit     -> log "ended" (synced) -> end -> report -> answered -> log "told"
@@ -95,25 +95,24 @@ class Worker:
         self._signalled: set[tuple[str, int]] = set()
         self._ending = asyncio.Event()
         self._quiet = asyncio.Event()
-
-    async def run(self) -> int:
-        """Clean up after a former process, then serve until told to end. Raises ConfigError."""
-        tls = TlsSource(self._config.tls) if self._config.tls else None
-        await self._disk.soon(self._recover)
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._ending.set)
-        link = FailoverConnection(
-            self._config.controllers,
-            tls,
+        self._link = FailoverConnection(
+            config.controllers,
+            TlsSource(config.tls) if config.tls else None,
             self._join,
             on_push=self._on_push,
             on_joined=lambda joined: self._reports.joined(joined),
         )
-        self._reports = Reports(self._config.name, self._table, self._disk, link)
+        self._reports = Reports(config.name, self._table, disk, self._link)
+
+    async def run(self) -> int:
+        """Clean up after a former process, then serve until told to end. Raises ConfigError."""
+        await self._disk.soon(self._recover)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._ending.set)
         try:
             async with asyncio.TaskGroup() as self._acts:
-                following = self._acts.create_task(_for_ever(link.run()))
+                following = self._acts.create_task(_for_ever(self._link.run()))
                 telling = self._acts.create_task(_for_ever(self._reports.run()))
                 await self._ending.wait()
                 await self._stop()

@@ -47,25 +47,19 @@ class WorkerDisk:
         """
         self._output = directory / "output"
         self._output_files_max = output_files_max
+        self._lock = _locked(directory)
         try:
-            self._output.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = os.open(directory / "worker.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            self._take_lock(directory)
+            self._output.mkdir(mode=0o700, exist_ok=True)
             self.mark = _mark(directory / "worker.mark")
             self.log, self.remembered = JobLog.open(directory)
         except OSError as error:
-            raise ConfigError(
-                f"cannot use the worker directory {directory}: {error.strerror or error} ({error.filename}); give rights or make room"
-            ) from error
+            os.close(self._lock)
+            raise _unusable(directory, error) from error
+        except ConfigError:
+            os.close(self._lock)
+            raise
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="worker-disk")
         self._made = 0
-
-    def _take_lock(self, directory: Path) -> None:
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._lock)
-            raise DirectoryTaken(f"another worker runs on {directory}: end it, or give this one a directory of its own") from None
 
     async def soon(self, act: Callable[[], T]) -> T:
         """Do something blocking in the directory's thread, in the order asked. Raises what it raises."""
@@ -93,6 +87,26 @@ class WorkerDisk:
         self._thread.shutdown(wait=True)
         self.log.close()
         os.close(self._lock)
+
+
+def _locked(directory: Path) -> int:
+    """Return the descriptor that holds the lock of the directory, which is made if missing."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        handle = os.open(directory / "worker.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise _unusable(directory, error) from error
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise DirectoryTaken(f"another worker runs on {directory}: end it, or give this one a directory of its own") from None
+    return handle
+
+
+def _unusable(directory: Path, error: OSError) -> ConfigError:
+    where = error.filename or directory
+    return ConfigError(f"cannot use the worker directory {directory}: {where}: {error.strerror}; give rights or make room")
 
 
 def _mark(path: Path) -> str:

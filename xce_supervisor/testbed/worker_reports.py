@@ -29,7 +29,6 @@ class Reports:
         self._table = table
         self._disk = disk
         self._link = link
-        self._session = ""
         self._full = False
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
@@ -37,7 +36,6 @@ class Reports:
     async def joined(self, joined: Joined) -> None:
         """A session is there: what the new primary must know is everything."""
         log.info("worker.joined", controller=joined.controller_id, term=joined.term, session=joined.session_id)
-        self._session = joined.session_id
         self.ask_full()
 
     def ask_full(self) -> None:
@@ -55,7 +53,7 @@ class Reports:
             await self._wake.wait()
             self._wake.clear()
             self._idle.clear()
-            while self._session and (self._full or self._table.untold(1)):
+            while self._full or self._table.untold(1):
                 if not await self._send():
                     await asyncio.sleep(RETRY_S)
             self._idle.set()
@@ -73,14 +71,14 @@ class Reports:
 
     async def _send(self) -> bool:
         """Send one report; return whether it was settled."""
-        full, session = self._full, self._session
+        full = self._full
         attempts = self._table.everything() if full else self._table.untold(ATTEMPTS_MAX)
         self._full = False
         try:
-            await self._request(attempts, session, full)
+            await self._request(attempts, full)
         except RequestRefused as error:
             if error.code in FINAL and not full:
-                return await self._send_singly(attempts, session)
+                return await self._send_singly(attempts)
             log.warning("report.refused", code=int(error.code), reason=error.text, attempts=len(attempts))
         except PeerError as error:
             log.info("report.unanswered", reason=str(error), attempts=len(attempts))
@@ -90,11 +88,11 @@ class Reports:
         self._full = self._full or full
         return False
 
-    async def _send_singly(self, attempts: tuple[JobAttempt, ...], session: str) -> bool:
+    async def _send_singly(self, attempts: tuple[JobAttempt, ...]) -> bool:
         """One of them is stale, and refused the whole report: find out which."""
         for attempt in attempts:
             try:
-                await self._request((attempt,), session, False)
+                await self._request((attempt,), False)
             except RequestRefused as error:
                 if error.code not in FINAL:
                     return False
@@ -104,10 +102,11 @@ class Reports:
             await self._settle((attempt,))
         return True
 
-    async def _request(self, attempts: tuple[JobAttempt, ...], session: str, full: bool) -> None:
-        # Not idempotent for the connection: a report names its session, so another session needs another report.
-        message = JobStateReport(session_id=session, worker=self._worker, attempts=attempts, full=full)
-        await self._link.request(message, REPORT_DEADLINE_S, idempotent=False)
+    async def _request(self, attempts: tuple[JobAttempt, ...], full: bool) -> None:
+        def report(joined: Joined) -> JobStateReport:
+            return JobStateReport(session_id=joined.session_id, worker=self._worker, attempts=attempts, full=full)
+
+        await self._link.request(report, REPORT_DEADLINE_S)
 
     async def _settle(self, attempts: tuple[JobAttempt, ...]) -> None:
         ends = self._table.told(attempts)

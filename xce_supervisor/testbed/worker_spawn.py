@@ -1,8 +1,8 @@
 """Starting one job's command: its own session, default signals, output kept in a bounded file, its end through a pidfd.
 
-The command is chained through `setpriv --pdeathsig KILL` where util-linux offers it, so that the kernel kills a job's leader when the
-worker is killed -9. The parent-death signal belongs to the thread that spawned, therefore `start` is called on the loop's own
-thread and never in a pool. A job's environment carries XCE_WORKER_MARK, by which `worker_survivors` knows what is left over.
+The command is chained through `setpriv --pdeathsig KILL` where util-linux offers it, so that the kernel kills a job's leader
+when the worker is killed -9. The parent-death signal belongs to the thread that spawned, therefore `start` is called on the
+loop's own thread and never in a pool. A job's environment carries XCE_WORKER_MARK, by which `worker_survivors` knows it.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class RunningJob:
 
 
 class OutputFile:
-    """A file of at most `limit` bytes; more is dropped and marked. A full disk drops too: no job waits for its output's reader."""
+    """A file of at most `limit` bytes; more is dropped and marked, and so it is on a full disk: no job waits for its output."""
 
     def __init__(self, path: Path, limit: int) -> None:
         self._path = path
@@ -144,7 +144,7 @@ class OutputFile:
 def start(
     command: Sequence[str], environment: Mapping[str, str], output: Path, output_bytes_max: int, ended: Callable[[int], None]
 ) -> RunningJob:
-    """Start `command`, which must be called on the loop's thread. Raises CannotStart; then nothing runs and `ended` is not called."""
+    """Start `command`; call it on the loop's thread. Raises CannotStart: then nothing runs, and `ended` is not called."""
     argv = _argv(command, environment)
     try:
         sink = OutputFile(output, output_bytes_max)
@@ -193,7 +193,7 @@ def _argv(command: Sequence[str], environment: Mapping[str, str]) -> list[str]:
     return [*chain, program, *command[1:]]
 
 
-def _spawn(argv: Sequence[str], environment: Mapping[str, str], write_end: int) -> int:
+def _spawn(argv: list[str], environment: Mapping[str, str], write_end: int) -> int:
     actions = [
         (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
         (os.POSIX_SPAWN_DUP2, write_end, 1),
