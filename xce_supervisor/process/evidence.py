@@ -1,9 +1,9 @@
 """The bundle that is kept before a wedged child is killed (docs/rules.md S11): what the kernel knows of it, in one JSON file.
 
 Everything is bounded: what is read of each file, how many processes, threads and descriptors, the whole bundle, and how many
-bundles are kept. It runs in a lane. Nothing is read that a process in an uninterruptible sleep can make wait: no cmdline, environ,
-maps or exe (they need its memory map), and no descriptor's target is opened. The log file, which may lie on the very
-disk that hangs, comes last: the rest is on disk by then.
+bundles are kept. It runs in a lane. Nothing is read that a process in an uninterruptible sleep can make wait: no cmdline,
+environ, maps or exe (they need its memory map), and no descriptor's target is opened. The log file, which may lie on the
+very disk that hangs, comes last: the rest is on disk by then.
 """
 
 from __future__ import annotations
@@ -27,21 +27,10 @@ _LOG_BYTES_MAX = 32 * 1024
 _EXTRA_BYTES_MAX = 64 * 1024
 BUNDLE_BYTES_MAX = 1024 * 1024
 _NAME = re.compile(r"(\d{6})-.*\.json")
-_TCP_STATES = [
-    "?",
-    "ESTABLISHED",
-    "SYN_SENT",
-    "SYN_RECV",
-    "FIN_WAIT1",
-    "FIN_WAIT2",
-    "TIME_WAIT",
-    "CLOSE",
-    "CLOSE_WAIT",
-    "LAST_ACK",
-    "LISTEN",
-    "CLOSING",
-    "NEW_SYN_RECV",
-]
+_TCP_STATES = (
+    *("?", "ESTABLISHED", "SYN_SENT", "SYN_RECV", "FIN_WAIT1", "FIN_WAIT2", "TIME_WAIT"),
+    *("CLOSE", "CLOSE_WAIT", "LAST_ACK", "LISTEN", "CLOSING", "NEW_SYN_RECV"),
+)
 
 
 def collect(

@@ -1,8 +1,8 @@
 """What children tell about themselves: sd_notify over a datagram socket per child, and the client for our own programs.
 
-A datagram is believed only when the kernel says (SO_PASSCRED) that a process of the child's own tree sent it. It may hold anything,
-so sizes, counts and rates are bounded, and nothing in it is evaluated. Listening begins after the spawn; what the child sends
-before waits in the socket, so nothing is lost and nothing is judged before the tree is known.
+A datagram is believed only when the kernel says (SO_PASSCRED) that a process of the child's own tree sent it. It may hold
+anything, so sizes, counts and rates are bounded, and nothing in it is evaluated. Listening begins after the spawn; what the
+child sends before waits in the socket, so nothing is lost and nothing is judged before the tree is known.
 """
 
 from __future__ import annotations
@@ -77,7 +77,9 @@ class NotifySocket:
     def __init__(self, loop: asyncio.AbstractEventLoop, path: Path, *, mode: int = 0o600) -> None:
         """Bind, at `path` in a directory of ours; what lies there is replaced. An abstract name is used when it is too long.
 
-        mode: of the socket file; 0o666 for a child of another user (the sender is verified anyhow). Raises OSError naming the path.
+        mode: of the socket file; 0o666 for a child of another user (the sender is verified anyhow).
+
+        Raises OSError naming the path.
         """
         self.refused = 0
         self._loop = loop
