@@ -16,7 +16,7 @@ import msgspec
 
 from xce_supervisor.errors import PeerError
 from xce_supervisor.wire import words
-from xce_supervisor.wire.tables import SCHEMA, SMALL_BYTES, BadField, Table
+from xce_supervisor.wire.tables import SCHEMA, BadField, Table
 from xce_supervisor.wire.words import Done, ErrorCode, Frame, Message, Opcode, Redirect, Refusal
 
 FRAME_BYTES_MAX: Final = 64 * 1024 * 1024  # docs/design: 64 MiB, configurable
@@ -27,6 +27,7 @@ _SEGMENTS = struct.Struct("<II")
 _SEGMENTS_MAX = 512  # Cap'n Proto's own
 _LEAST_BYTES = 16  # one segment table and one root pointer
 _NESTING = 16  # ours needs 4
+_WORDS_MAX = FRAME_BYTES_MAX // 8  # of a first segment; the kernel gives such memory only as it is written to
 _TRAVERSAL_WORDS_MIN = 64 * 1024  # each read of a pointer counts, so a small message needs more than its size
 
 
@@ -94,7 +95,7 @@ def _plain(error: Exception) -> str:
 
 
 def encode(frame: Frame) -> bytes:
-    """Return the frame's bytes, length included.
+    """Return the frame's bytes, length included. The message is one segment, which spares simple readers far pointers.
 
     Raises:
         ValueError: the message does not fit the schema or a limit of words.py (names message and field): a bug of ours, or an
@@ -105,7 +106,7 @@ def encode(frame: Frame) -> bytes:
     assert frame.is_reply == (opcode == REPLY), f"{table.title} is {'a' if opcode == REPLY else 'no'} reply"
     error: str
     try:
-        message = _NEW()
+        message = _NEW(table.words)
         put = message._set_by_field
         put(_F_OPCODE, opcode)
         if answer:
@@ -114,6 +115,9 @@ def encode(frame: Frame) -> bytes:
             put(_F_ID, frame.id)
         table.write(message._get_by_field(_F_BODY).as_struct(table.schema), body)
         packed: bytes = message.to_bytes()
+        if packed[:4] != b"\0\0\0\0" and len(packed) <= FRAME_BYTES_MAX:  # more than one segment
+            table.words = min(_WORDS_MAX, 1 << (len(packed) // 8).bit_length())
+            return encode(frame)
         return _HEADER.pack(len(packed)) + packed
     except BadField as bad:
         error = str(bad)
@@ -124,10 +128,10 @@ def encode(frame: Frame) -> bytes:
 
 def decode(message: bytes) -> Incoming | str:
     """Read one message (a frame without its length). Returns a text instead of raising: no traceback may hold a reader."""
-    wrong = _wrong_segments(message)
-    if wrong:
-        return wrong
     length = len(message)
+    count, first = _SEGMENTS.unpack_from(message)
+    if (count or 8 + 8 * first != length) and (wrong := _wrong_segments(message)):
+        return wrong
     opcode = number = 0
     known = False
     try:
@@ -136,12 +140,10 @@ def decode(message: bytes) -> Incoming | str:
             get = reader._get_by_field
             opcode, number = get(_F_OPCODE), get(_F_ID)
             known = True
-            is_reply = opcode == REPLY
-            table = _REPLIES.get(get(_F_ANSWER)) if is_reply else _REQUESTS.get(opcode)
+            table = _REQUESTS.get(opcode) or (_REPLIES.get(get(_F_ANSWER)) if opcode == REPLY else None)
             if table is None:
                 return _bad(number, opcode, ErrorCode.UNSUPPORTED, _unknown(opcode, get(_F_ANSWER)))
-            body = table.read(get(_F_BODY).as_struct(table.schema), length <= SMALL_BYTES)
-            return Frame(id=number, body=body, is_reply=is_reply)
+            return Frame(id=number, body=table.read(get(_F_BODY).as_struct(table.schema)), is_reply=opcode == REPLY)
         return "the message is shorter than its own segment table says"
     except BadField as error:
         return _bad(number, opcode, ErrorCode.MALFORMED, str(error))

@@ -1,9 +1,12 @@
 """How each message of `wire.words` lies in its Cap'n Proto struct: one table a class, made once from both descriptions.
 
 A words class `JobView` is the schema's struct `JobView`; its field `exit_code` is the field `exitCode`. What is zero, empty,
-false or null on the wire was not given, and becomes the field's default. Fields are looked up here, once: pycapnp's access
-by a cached field costs a fifth of its access by name. Readers and builders of Cap'n Proto do not leave this package:
-printing one that holds hostile bytes can abort the process.
+false or null on the wire was not given, and becomes the field's default. Readers and builders of Cap'n Proto do not leave
+this package: printing one that holds hostile bytes can abort the process.
+
+Two things make it fast, and each is measured by benchmarks/wire.py. Fields are looked up once, here, because pycapnp's access by
+a cached field costs a fifth of its access by name. And each class's two functions are written out as source and compiled
+once, as the standard library does for its own data classes: loops over a table cost as much as the reads themselves.
 """
 
 from __future__ import annotations
@@ -24,9 +27,6 @@ capnp.remove_import_hook()  # it would look for .capnp files behind every import
 
 SCHEMA_FILE: Final = Path(__file__).parent / "schema" / "xce.capnp"
 SCHEMA: Final = capnp.load(str(SCHEMA_FILE))
-
-# A frame no longer than this cannot hold a text over its limit: the lowest limit of a text in words.py.
-SMALL_BYTES: Final = 255
 
 
 class BadField(Exception):
@@ -68,121 +68,95 @@ def _camel(name: str) -> str:
     return first + "".join(part.capitalize() for part in rest)
 
 
+Lines = list[str]
+
+
 class Table:
     """How one class of words.py is written to and read from its struct.
+
+    read(reader): the words value. write(builder, value): fills an empty builder. Both raise BadField and what pycapnp raises.
+    words: for how long a message the encoder makes room, in words of 8 bytes; grows with what was sent.
 
     Raises (on making one): AssertionError if words.py and the schema do not agree: a bug of ours, seen at import.
     """
 
     def __init__(self, cls: type[msgspec.Struct]) -> None:
-        self.cls: Callable[..., Any] = cls
         self.title = cls.__name__
-        self.schema = getattr(SCHEMA, self.title).schema
-        in_schema = self.schema.fields
-        self._flat: list[tuple[str, Any]] = []  # numbers, truth values and texts
-        self._texts: list[tuple[str, Any, int, bool]] = []
-        self._defaults: list[tuple[str, Any]] = []
-        self._readers: list[tuple[str, Callable[[Any, bool], Any]]] = []
-        self._writers: list[tuple[str, Callable[[Any, Any], None]]] = []
-        scalars: list[tuple[str, Any]] = []
-        for info in structs.fields(cls):
-            wire_name = _camel(info.name)
-            assert wire_name in in_schema, f"{SCHEMA_FILE.name}: struct {self.title} has no field {wire_name}"
-            field, kind = in_schema[wire_name], _kind(info.type)
-            where = f"{self.title}.{info.name}"
-            if kind.base in (int, bool) and not kind.optional:
-                scalars.append((info.name, field))
-            elif kind.base is str:
-                assert kind.most, f"{where} has no limit"
-                self._texts.append((info.name, field, kind.most, kind.cut))
-            else:
-                reader, writer = _special(where, field, kind, in_schema.get(_camel(f"has_{info.name}")))
-                self._readers.append((info.name, reader))
-                self._writers.append((info.name, writer))
-                continue
-            self._flat.append((info.name, field))
-            if info.default is not msgspec.NODEFAULT and info.default:
-                self._defaults.append((info.name, info.default))
-        self._names = tuple(name for name, _ in self._flat)
-        self._fields = tuple(field for _, field in self._flat)
-        self._limits = tuple((name, most) for name, _, most, _ in self._texts)
-        self._scalars = tuple(scalars)
+        self.words = 256
+        self.schema: Any = getattr(SCHEMA, self.title).schema
+        self._names: dict[str, Any] = {"cls": cls, "too_long": _too_long}  # what the compiled functions see
+        before: Lines = []
+        arguments: Lines = []
+        writing: Lines = []
+        for index, info in enumerate(structs.fields(cls)):
+            argument = self._field(index, info, before, writing)
+            arguments.append(f"{info.name}={argument},")
+        reader = ["def read(reader):", " get = reader._get_by_field", *before, " return cls(", *arguments, " )"]
+        writer = ["def write(builder, value):", " put = builder._set_by_field", *writing, " return None"]
+        exec(compile("\n".join([*reader, *writer]), f"<table of {self.title}>", "exec"), self._names)
+        self.read: Callable[[Any], Any] = self._names["read"]
+        self.write: Callable[[Any, Any], None] = self._names["write"]
 
-    def write(self, builder: Any, value: Any) -> None:
-        """Fill an empty builder. Zero, empty and false are what it holds already."""
-        put = builder._set_by_field
-        for name, field in self._scalars:
-            if found := getattr(value, name):
-                put(field, found)
-        for name, field, most, cut in self._texts:
-            if found := getattr(value, name):
-                if len(found) > most:
-                    if not cut:
-                        raise BadField(f"{self.title}.{name} has {len(found)} characters; the limit is {most}")
-                    found = found[: most - 1] + "…"
-                put(field, found)
-        for name, write in self._writers:
-            write(builder, getattr(value, name))
+    def _field(self, index: int, info: structs.FieldInfo, before: Lines, writing: Lines) -> str:
+        """Add what one field needs to the source of both functions; return the expression that reads it."""
+        names, where, kind = self._names, f"{self.title}.{info.name}", _kind(info.type)
+        field, got = f"f{index}", f"get(f{index})"
+        names[field] = self._in_schema(info.name)
+        writing.append(f" x = value.{info.name}")
+        default = ""
+        if info.default is not msgspec.NODEFAULT and info.default and kind.base in (int, bool, str):
+            names[f"d{index}"], default = info.default, f" or d{index}"
+        if kind.base in (int, bool) and not kind.optional:
+            writing.append(f" if x: put({field}, x)")
+            return f"{got}{default}"
+        if kind.base is int:
+            names[f"h{index}"] = self._in_schema(f"has_{info.name}")
+            writing.append(f" if x is not None: put(h{index}, True); put({field}, x)")
+            return f"{got} if get(h{index}) else None"
+        if kind.base is str:
+            assert kind.most, f"{where} has no limit"
+            before += [f" t{index} = {got}", f" if len(t{index}) > {kind.most}: too_long({where!r}, t{index}, {kind.most})"]
+            too_long = f"x = x[:{kind.most - 1}] + '…'" if kind.cut else f"too_long({where!r}, x, {kind.most})"
+            writing += [" if x:", f"  if len(x) > {kind.most}: {too_long}", f"  put({field}, x.encode())"]  # bytes set faster
+            return f"t{index}{default}"
+        if kind.base is tuple:
+            assert kind.item is not None and kind.most, f"{where} has no limit"
+            many = _texts if kind.item.base is str else _structs
+            names[f"r{index}"], names[f"w{index}"] = many(where, kind)
+            writing.append(f" if x: w{index}(builder, {field}, x)")
+            return f"r{index}({got}) if reader._has_by_field({field}) else ()"
+        if issubclass(kind.base, IntEnum):
+            names[f"r{index}"] = _enum(where, kind.base)
+            writing.append(f" put({field}, int(x))")
+            return f"r{index}({got})"
+        assert kind.optional, f"{where}: a struct inside a struct may always be missing"
+        inner = Table(kind.base)
+        names[f"r{index}"], names[f"w{index}"] = inner.read, inner.write
+        writing.append(f" if x is not None: w{index}(builder._init_by_field({field}), x)")
+        return f"r{index}({got}) if reader._has_by_field({field}) else None"
 
-    def read(self, reader: Any, small: bool) -> Any:
-        """Return the words value. small: the frame is too short for any text to be over its limit."""
-        values = dict(zip(self._names, map(reader._get_by_field, self._fields), strict=True))
-        if not small:
-            for name, most in self._limits:
-                if len(values[name]) > most:
-                    raise BadField(f"{self.title}.{name} has {len(values[name])} characters; the limit is {most}")
-        for name, default in self._defaults:
-            values[name] = values[name] or default
-        for name, read in self._readers:
-            values[name] = read(reader, small)
-        return self.cls(**values)
+    def _in_schema(self, name: str) -> Any:
+        wire_name = _camel(name)
+        assert wire_name in self.schema.fields, f"{SCHEMA_FILE.name}: struct {self.title} has no field {wire_name}"
+        return self.schema.fields[wire_name]
 
 
-Reader = Callable[[Any, bool], Any]
-Writer = Callable[[Any, Any], None]
+def _too_long(where: str, text: str, most: int) -> None:
+    raise BadField(f"{where} has {len(text)} characters; the limit is {most}")
 
 
-def _special(where: str, field: Any, kind: _Kind, flag: Any) -> tuple[Reader, Writer]:
-    """The reader and writer of a field that is more than a number or a text."""
-    if kind.base is int:
-        assert flag is not None, f"{where} may be missing, and the schema has no flag for it"
-        return _optional_number(field, flag)
-    if kind.base is tuple:
-        assert kind.item is not None and kind.most, f"{where} has no limit"
-        return _texts(where, field, kind) if kind.item.base is str else _structs(where, field, kind)
-    if issubclass(kind.base, IntEnum):
-        return _enum(where, field, kind.base)
-    assert kind.optional, f"{where}: a struct inside a struct may always be missing"
-    return _struct(field, kind)
+def _enum(where: str, enum: type[IntEnum]) -> Callable[[int], IntEnum]:
+    known = {each.value: each for each in enum}
+    # A newer peer's no is still a no; a role that is not known here is nobody.
+    other = words.ErrorCode.OTHER if enum is words.ErrorCode else None
 
+    def read(number: int) -> IntEnum:
+        found = known.get(number, other)
+        if found is None:
+            raise BadField(f"{where} is {number}, which is not one of {list(known)}")
+        return found
 
-def _optional_number(field: Any, flag: Any) -> tuple[Reader, Writer]:
-    def read(reader: Any, small: bool) -> Any:
-        get = reader._get_by_field
-        return get(field) if get(flag) else None
-
-    def write(builder: Any, value: Any) -> None:
-        if value is not None:
-            builder._set_by_field(flag, True)
-            builder._set_by_field(field, value)
-
-    return read, write
-
-
-def _enum(where: str, field: Any, enum: type[IntEnum]) -> tuple[Reader, Writer]:
-    def read(reader: Any, small: bool) -> Any:
-        number = reader._get_by_field(field)
-        try:
-            return enum(number)
-        except ValueError:
-            if enum is words.ErrorCode:  # a newer peer's no is still a no
-                return words.ErrorCode.OTHER
-            raise BadField(f"{where} is {number}, which is not one of {[each.value for each in enum]}") from None
-
-    def write(builder: Any, value: Any) -> None:
-        builder._set_by_field(field, int(value))
-
-    return read, write
+    return read
 
 
 def _counted(where: str, count: int, most: int) -> int:
@@ -192,56 +166,42 @@ def _counted(where: str, count: int, most: int) -> int:
     return count
 
 
-def _texts(where: str, field: Any, kind: _Kind) -> tuple[Reader, Writer]:
-    assert kind.item is not None
-    most, longest = kind.most, kind.item.most
+Many = tuple[Callable[[Any], tuple[Any, ...]], Callable[[Any, Any, tuple[Any, ...]], None]]
 
-    def check(texts: tuple[str, ...]) -> tuple[str, ...]:
+
+def _texts(where: str, kind: _Kind) -> Many:
+    assert kind.item is not None
+    most, longest, item_where = kind.most, kind.item.most, f"a text of {where}"
+
+    def read(found: Any) -> tuple[Any, ...]:
+        texts = tuple(map(found._get, range(_counted(where, len(found), most))))
         for text in texts:
             if len(text) > longest:
-                raise BadField(f"a text of {where} has {len(text)} characters; the limit is {longest}")
+                _too_long(item_where, text, longest)
         return texts
 
-    def read(reader: Any, small: bool) -> Any:
-        found = reader._get_by_field(field)
-        texts = tuple(map(found._get, range(_counted(where, len(found), most))))
-        return texts if small else check(texts)
-
-    def write(builder: Any, value: Any) -> None:
-        if value:
-            into = builder._init_by_field(field, _counted(where, len(value), most))
-            for index, text in enumerate(check(tuple(value))):
-                into._set(index, text)
+    def write(builder: Any, field: Any, texts: tuple[Any, ...]) -> None:
+        into = builder._init_by_field(field, _counted(where, len(texts), most))
+        for index, text in enumerate(texts):
+            if len(text) > longest:
+                _too_long(item_where, text, longest)
+            into._set(index, text.encode())
 
     return read, write
 
 
-def _structs(where: str, field: Any, kind: _Kind) -> tuple[Reader, Writer]:
+def _structs(where: str, kind: _Kind) -> Many:
     assert kind.item is not None
     table, most = Table(kind.item.base), kind.most
+    read_one, write_one = table.read, table.write
 
-    def read(reader: Any, small: bool) -> Any:
-        found = reader._get_by_field(field)
+    def read(found: Any) -> tuple[Any, ...]:
         item = found._get
-        return tuple([table.read(item(index), small) for index in range(_counted(where, len(found), most))])
+        return tuple([read_one(item(index)) for index in range(_counted(where, len(found), most))])
 
-    def write(builder: Any, value: Any) -> None:
-        if value:
-            into = builder._init_by_field(field, _counted(where, len(value), most))
-            for index, each in enumerate(value):
-                table.write(into._get(index), each)
-
-    return read, write
-
-
-def _struct(field: Any, kind: _Kind) -> tuple[Reader, Writer]:
-    table = Table(kind.base)
-
-    def read(reader: Any, small: bool) -> Any:
-        return table.read(reader._get_by_field(field), small) if reader._has_by_field(field) else None
-
-    def write(builder: Any, value: Any) -> None:
-        if value is not None:
-            table.write(builder._init_by_field(field), value)
+    def write(builder: Any, field: Any, values: tuple[Any, ...]) -> None:
+        into = builder._init_by_field(field, _counted(where, len(values), most))
+        for index, each in enumerate(values):
+            write_one(into._get(index), each)
 
     return read, write
