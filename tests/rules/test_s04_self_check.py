@@ -39,7 +39,7 @@ def test_a_lost_connection_ends_it_with_10(tmp_path: Path, how: str) -> None:
             Relay(fake.address) as relay,
         ):
             program = stage.scheduler(relay.address)
-            await fake.until(lambda: fake.session_of(HostRole.SCHEDULER))
+            await program.says("scheduler.joined")
             if how == "closed":
                 session = fake.session_of(HostRole.SCHEDULER)
                 assert session is not None

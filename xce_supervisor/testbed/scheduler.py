@@ -139,17 +139,26 @@ async def _work(config: SchedulerConfig, host: str, port: int, tls: TlsSource | 
     joined = connection.joined
     notify(READY="1", STATUS=f"joined {joined.controller_id} term {joined.term}")
     log.info("scheduler.joined", controller=joined.controller_id, term=joined.term, session=joined.session_id)
-    acting = asyncio.create_task(_act(acts, connection, ending, config.faults))
+    tasks = (
+        asyncio.create_task(_check(connection, ending, config.faults)),
+        asyncio.create_task(_act(acts, connection, ending, config.faults)),
+    )
     try:
-        lost = await connection.watch()
-        if config.faults.no_self_check:
-            log.warning("check.ignored", reason=lost.text)
-            await asyncio.Event().wait()
-        ending.because(_LOST_CODES[lost.kind], lost.text)
+        await asyncio.gather(*tasks)  # a bug in either is raised at once
+        await asyncio.Event().wait()  # until cancelled, now that an ending is noted; or for ever, if told so
     finally:
-        acting.cancel()
-        connection.close("scheduler ends")
-        await asyncio.wait((acting,))
+        for task in tasks:
+            task.cancel()
+        connection.close("the scheduler ends")
+        await asyncio.wait(tasks)
+
+
+async def _check(connection: PinnedConnection, ending: Ending, faults: Faults) -> None:
+    lost = await connection.watch()
+    if faults.no_self_check:
+        log.warning("check.ignored", reason=lost.text)
+    else:
+        ending.because(_LOST_CODES[lost.kind], lost.text)
 
 
 async def _act(acts: Acts, connection: PinnedConnection, ending: Ending, faults: Faults) -> None:
