@@ -9,7 +9,9 @@ After each test under tests/shell, tests/process and tests/rules no child proces
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import inspect
 import os
 import re
 import shutil
@@ -108,6 +110,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
                 pytest.fail(f"mark needs: no such offer {name!r}; known are {', '.join(_HOW)}")
             if not item.config.stash[_OFFERS][name]:
                 pytest.skip(f"needs {name}: {_HOW[name]}")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a coroutine test on a loop of its own that is closed before anybody looks for leaks; no plugin keeps one open."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    wanted = pyfuncitem._fixtureinfo.argnames
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in wanted}))
+    return True
 
 
 def _strict() -> bool:

@@ -17,19 +17,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import structlog
 
-from xce_supervisor.config import Config, Launch, Unit, launch
+from xce_supervisor.config.launch import Launch, launch
+from xce_supervisor.config.settings import Config
+from xce_supervisor.config.unit import Unit
 from xce_supervisor.core import child_words as words
 from xce_supervisor.core.words import Binding, Identity
 from xce_supervisor.process import evidence, mark, spawn
 from xce_supervisor.process.exits import Exited, Exits
 from xce_supervisor.process.failure import Signature
 from xce_supervisor.process.identity import read_stat, send_signal
-from xce_supervisor.process.lanes import Kind, Lanes, Outcome, Submitted
-from xce_supervisor.process.notify import Note, NotifySocket
-from xce_supervisor.process.tree import Forest, Tree, start
+from xce_supervisor.process.lanes import Closed, Kind, Lanes, Outcome, Submitted
+from xce_supervisor.process.notify import Notice, NotifySocket
+from xce_supervisor.process.tree import Forest, start
 
 log = structlog.get_logger()
 
@@ -61,7 +64,7 @@ class Children:
     """All children of one supervisor.
 
     feed: takes a unit's name and its event, on the loop. held: returns the binding that the role holds now; read in lanes.
-    changed: called when the records that the state file keeps have changed.
+    told: returns the controller's last answer, for evidence (S11). wall: returns Unix time, for stamps.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class Children:
         supervisor_mark: str,
         feed: Feed,
         held: Callable[[], Binding | None],
+        told: Callable[[], dict[str, Any]],
         wall: Callable[[], float],
     ) -> None:
         self.config = config
@@ -85,6 +89,7 @@ class Children:
         self._mark = supervisor_mark
         self._feed = feed
         self._held = held
+        self._told = told
         self._wall = wall
         self._random = random.Random(secrets.randbits(64))
         self._notify: dict[str, NotifySocket] = {}
@@ -185,8 +190,9 @@ class Children:
             self._watch(unit, living)
             return
         del self.living[unit]
-        if isinstance(error, Stale):
-            self._feed(unit, words.SpawnCancelled(generation, "its binding had gone stale in the lane"))
+        if isinstance(error, Stale | Closed):
+            reason = "its binding had gone stale in the lane" if isinstance(error, Stale) else str(error)
+            self._feed(unit, words.SpawnCancelled(generation, reason))
         elif isinstance(error, spawn.SpawnError):
             self._signatures[unit] = error
             fault = words.Fault(error.permanent, error.step, error.path, error.errno, error.text)
@@ -201,7 +207,7 @@ class Children:
         marks["XCE_BINDING"] = binding_text(living.binding)
         socket = self._notify.get(unit)
         if socket is not None:
-            marks["NOTIFY_SOCKET"] = socket.path
+            marks["NOTIFY_SOCKET"] = socket.address
         return marks
 
     # ------------------------------------------------------------------ watching
@@ -247,10 +253,9 @@ class Children:
     def _collect_in_lane(self, unit: str, identity: Identity, folder: Path, why: str) -> str:
         declared = self.config.unit(unit)
         log_file = launch(self.config, declared, words.ALWAYS, "", {}).output_file if declared is not None else None
-        tree: Tree = self._forest.tree(unit)
-        return str(
-            evidence.collect(folder, unit, identity, why=why, members=tree.members(), log_file=log_file, keep=_EVIDENCE_KEPT)
-        )
+        members = [member for member, _ in self._forest.tree(unit).members()]
+        extra = {"why": why, "controller": self._told()}
+        return str(evidence.collect(folder, unit, identity, members, log=log_file, extra=extra, keep=_EVIDENCE_KEPT))
 
     def _collected(self, unit: str, generation: int, outcome: Outcome[str]) -> None:
         text = outcome.value if outcome.error is None else f"none: {outcome.error}"
@@ -270,7 +275,7 @@ class Children:
 
     def _looked(self, unit: str, path: str, outcome: Outcome[Signature]) -> None:
         failed = self._signatures.get(unit)
-        if failed is None or failed.path != path:
+        if failed is None or failed.path != path or isinstance(outcome.error, Closed):
             return
         if outcome.unwrap() != failed.signature:
             self._feed(unit, words.ProgramChanged())
@@ -280,18 +285,23 @@ class Children:
     # ------------------------------------------------------------------ notify sockets
 
     def _open_notify(self, unit: str) -> None:
+        """Give the unit a socket, used by all its children; a sender counts only as a member of the tree."""
         declared = self.config.unit(unit)
         if declared is None or declared.readiness.kind == "none" or unit in self._notify:
             return
-        self._notify[unit] = NotifySocket(self._loop, unit, self._forest.tree(unit), partial(self._noted, unit))
+        path = self.config.supervisor.run_dir / "notify" / f"{unit}.sock"
+        path.parent.mkdir(mode=0o755, exist_ok=True)
+        socket = NotifySocket(self._loop, path, mode=0o666 if declared.unit.user else 0o600)
+        socket.listen(self._forest.tree(unit).contains, partial(self._noted, unit))
+        self._notify[unit] = socket
 
-    def _noted(self, unit: str, note: Note) -> None:
+    def _noted(self, unit: str, notice: Notice) -> None:
         living = self.living.get(unit)
         if living is None or living.identity is None:
             return
-        if note.status is not None:
-            living.status = note.status
-        if note.ready and self._notify_ready(unit):
+        if notice.status is not None:
+            living.status = notice.status
+        if notice.ready and self._notify_ready(unit):
             self._feed(unit, words.Readied(living.generation))
 
     def _notify_ready(self, unit: str) -> bool:

@@ -14,7 +14,7 @@ import socket
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from msgspec import Struct, field
@@ -155,9 +155,8 @@ class _Client(asyncio.Protocol):
         self._writable = True
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        transport.set_write_buffer_limits(high=0)  # "writable" then means that the kernel took the whole answer
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports do not derive from asyncio's
+        self._transport.set_write_buffer_limits(high=0)  # "writable" then means that the kernel took the whole answer
         self._server._joined(self)
         self._arm(self._server.idle_s)
 

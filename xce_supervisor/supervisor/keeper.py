@@ -16,7 +16,7 @@ import msgspec
 
 from xce_supervisor.core.child_words import Child, Record, Running
 from xce_supervisor.core.supervision import State
-from xce_supervisor.process.lanes import Lanes, Outcome, Submitted
+from xce_supervisor.process.lanes import Closed, Lanes, Outcome, Submitted
 from xce_supervisor.supervisor.children import Living
 from xce_supervisor.supervisor.records import Records
 from xce_supervisor.supervisor.statefile import ChildRecord, PauseRecord, Saved, StateFile, replace_file
@@ -53,7 +53,7 @@ class Keeper:
         self._submit(state, living)
 
     def save(self, state: State, living: Mapping[str, Living]) -> None:
-        """Write once more, at the end. Blocks for one write; a lane that hangs in one is not waited for."""
+        """Write once more, when the lanes are closed. Blocks for one write, unless a lane hangs in one."""
         if not self._lanes.in_flight(_KEY):
             self._write(kept(state, living), self._status())
 
@@ -73,6 +73,8 @@ class Keeper:
         return saved
 
     def _written(self, again: Callable[[], None], outcome: Outcome[Saved]) -> None:
+        if isinstance(outcome.error, Closed):
+            return  # the end is near, and `save` writes once more
         saved = outcome.unwrap()
         self.problem = saved.problem
         if saved.news:

@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 from xce_supervisor.core import supervision as sup
 from xce_supervisor.core.child_words import Pause, PauseChanged, RestartAsked
-from xce_supervisor.supervisor.control import Caller, Refused
+from xce_supervisor.supervisor.asking import Refused
+from xce_supervisor.supervisor.control import Caller
 from xce_supervisor.supervisor.driver import Driver
 from xce_supervisor.supervisor.records import Records
 from xce_supervisor.supervisor.view import View

@@ -12,13 +12,17 @@ import signal
 import socket
 import time
 import zlib
+from typing import Any
 
 import structlog
 import uvloop
-from msgspec import structs
+from msgspec import structs, to_builtins
 
 from xce_supervisor import __version__
-from xce_supervisor.config import Config, diff, load, places, role_policy, unit_policy
+from xce_supervisor.config.difference import diff
+from xce_supervisor.config.load import load, places
+from xce_supervisor.config.policies import role_policy, unit_policy
+from xce_supervisor.config.settings import Config
 from xce_supervisor.core import role as role_part
 from xce_supervisor.core import supervision as sup
 from xce_supervisor.core.child_words import Pause, PollRole, Record
@@ -30,10 +34,10 @@ from xce_supervisor.process.exits import Exited, Exits
 from xce_supervisor.process.identity import boot_id
 from xce_supervisor.process.lanes import Lanes
 from xce_supervisor.process.notify import sd_notify
-from xce_supervisor.process.single import Held, take_lock
+from xce_supervisor.process.single import AlreadyRunning, acquire
 from xce_supervisor.process.spawn import seal_descriptors
 from xce_supervisor.process.tree import open_forest
-from xce_supervisor.supervisor import adoption, clock, report, view
+from xce_supervisor.supervisor import adoption, clock, logs, report, view
 from xce_supervisor.supervisor.children import Children
 from xce_supervisor.supervisor.control import ControlServer
 from xce_supervisor.supervisor.driver import Driver
@@ -46,38 +50,52 @@ from xce_supervisor.supervisor.watch import RoleWatch
 
 log = structlog.get_logger()
 
+# The exit code of a supervisor that found another one at work (docs/operating.md).
+LOCK_LOST = 75
+# The exit code after a bug: EX_SOFTWARE.
+BUG = 70
+
 _LANES = 4
 _LANES_CAP = 512
 _CLOSE_S = 2.0
 
 
 def run(config: Config) -> int:
-    """Run a supervisor until SIGTERM or SIGINT. Returns the exit code. Blocks.
+    """Run a supervisor until SIGTERM or SIGINT. Returns the exit code: 0, or 75 when another one serves this controller. Blocks.
 
-    Raises:
-        process.single.AlreadyRunning: another supervisor serves this controller; nothing was touched.
-        ConfigError: folders or certificates cannot be used.
+    Raises ConfigError: folders or certificates cannot be used.
     """
+    logs.set_up(config.supervisor.log_level, config.supervisor.log_format)
     os.chdir("/")  # whatever directory we were started in may go away (S18)
     os.umask(0o022)
     seal_descriptors()
     _make_folders(config)
-    with take_lock(config.supervisor.state_dir / "lock") as held:
-        loop = uvloop.new_event_loop()
-        asyncio.set_event_loop(loop)
-        try:
-            return loop.run_until_complete(Program(loop, config, held).run())
-        finally:
-            loop.close()
+    try:
+        held = acquire(config.supervisor.state_dir / "lock")
+    except AlreadyRunning as error:
+        log.error("supervisor.refused", reason=str(error), controller=config.controller.id)
+        return LOCK_LOST
+    loop = uvloop.new_event_loop()
+    asyncio.set_event_loop(loop)
+    loop.set_exception_handler(_on_bug)
+    try:
+        return loop.run_until_complete(Program(loop, config).run())
+    except ConfigError:
+        raise
+    except Exception as error:  # noqa: BLE001 - the outermost frame: whatever came here is a bug
+        log.critical("supervisor.crashed", exc_info=error)
+        return BUG
+    finally:
+        loop.close()
+        held.release()
 
 
 class Program:
     """Every part of one supervisor."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, config: Config, held: Held) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, config: Config) -> None:
         self.config = config
         self._loop = loop
-        self._held = held
         self._ended = asyncio.Event()
         self._places = places(config)
         self._started = clock.now()
@@ -94,7 +112,16 @@ class Program:
         self._forest = open_forest(loop, forest_name(config), self._exits.births, _cgroup_root(config))
         self._mark = str(supervisor.state_dir)
         self._children = Children(
-            loop, config, self._lanes, self._exits, self._forest, self._mark, self._feed_child, self._binding_held, time.time
+            loop,
+            config,
+            self._lanes,
+            self._exits,
+            self._forest,
+            self._mark,
+            self._feed_child,
+            self._binding_held,
+            self._told_by_controller,
+            time.time,
         )
         loaded = self._state_file.load()
         found = adoption.survivors(loaded.state.children, self._forest.survivors(self._mark), loaded.state.generations)
@@ -133,11 +160,11 @@ class Program:
         await self._control.start()
         watching = asyncio.ensure_future(self._watch.run())
         watching.add_done_callback(self._on_watch_ended)
-        sd_notify(f"READY=1\nSTATUS=watching {self.config.controller.id} at {self.config.controller.address}")
+        sd_notify(READY=1, STATUS=f"watching {self.config.controller.id} at {self.config.controller.address}")
         log.info("supervisor.started", controller=self.config.controller.id, tree=self._forest.why)
         self._driver.feed(sup.TimePassed())
         await self._ended.wait()
-        sd_notify("STOPPING=1")
+        sd_notify(STOPPING=1)
         watching.remove_done_callback(self._on_watch_ended)
         watching.cancel()
         await asyncio.wait([watching])
@@ -146,9 +173,9 @@ class Program:
 
     async def _close(self) -> None:
         await self._control.close()
+        hung = await self._lanes.close(_CLOSE_S)
         self._driver.close()
         self._keeper.save(self._driver.state, self._children.living)
-        hung = await self._lanes.close(_CLOSE_S)
         self._records.take("", Record("supervisor.ended", "", (("hung_lanes", len(hung)),)))
         self._children.close()
         self._exits.close()
@@ -159,7 +186,7 @@ class Program:
         """The watch never ends by itself: whatever ended it is a bug, and systemd restarts us."""
         error = task.exception() if not task.cancelled() else None
         log.critical("watch.ended", reason=repr(error))
-        os._exit(70)
+        os._exit(BUG)
 
     def _take_signals(self) -> None:
         self._loop.add_signal_handler(signal.SIGTERM, self._leave, False)
@@ -202,13 +229,17 @@ class Program:
         """Read in lanes too: one attribute load of an immutable state."""
         return role_part.held_binding(self._driver.state.role)
 
+    def _told_by_controller(self) -> dict[str, Any]:
+        """The controller's counters as it last told them."""
+        return to_builtins(self._watch.seen) if self._watch.seen is not None else {}
+
     def _after_burst(self) -> None:
         """After every burst of events, which the polls make at least a few times a second."""
         self._keeper.keep(self._driver.state, self._children.living)
         now_s = self._loop.time()
         if self._watchdog_s and now_s - self._watchdog_at > self._watchdog_s / 2:
             self._watchdog_at = now_s
-            sd_notify("WATCHDOG=1")  # fed by progress of this very loop, never by a timer of its own
+            sd_notify(WATCHDOG=1)  # fed by progress of this very loop, never by a timer of its own
         if now_s - self._ensured_at > 1.0 and (self._ensuring is None or self._ensuring.done()):
             self._ensured_at = now_s
             self._ensuring = asyncio.ensure_future(self._ensure_socket())
@@ -298,6 +329,16 @@ class Program:
             take(unit, Record("child.forgotten", "its record is of an earlier boot"))
         for survivor in found:
             self._children.adopt(survivor.unit, survivor.living, survivor.members)
+
+
+def _on_bug(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """A callback failed. The state may be anything now, so end at once: children go on, and our successor adopts them (S17)."""
+    error = context.get("exception")
+    if error is None or isinstance(error, OSError):
+        log.warning("loop.complained", reason=context.get("message", ""), error=repr(error))
+        return
+    log.critical("supervisor.crashed", reason=context.get("message", ""), exc_info=error)
+    os._exit(BUG)
 
 
 def _on_orphan(exited: Exited) -> None:
