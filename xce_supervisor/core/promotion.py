@@ -258,7 +258,7 @@ def step(state: Promotion, event: Event, now: Now, policy: Policy) -> Step:
         case NoopUnknown():
             return _on_noop_unknown(state, event, now, policy)
         case FactsApplied():
-            return _on_facts_applied(state, event)
+            return _on_facts_applied(state, event, now, policy)
         case Ticked():
             return _on_ticked(state, now, policy)
         case _:
@@ -345,10 +345,12 @@ def _on_noop_unknown(state: Promotion, event: NoopUnknown, now: Now, policy: Pol
     return replace(state, phase=Committing(event.term, now.after(policy.noop_retry_ns))), ()
 
 
-def _on_facts_applied(state: Promotion, event: FactsApplied) -> Step:
+def _on_facts_applied(state: Promotion, event: FactsApplied, now: Now, policy: Policy) -> Step:
     phase = state.phase
     if not isinstance(phase, Applying) or phase.term != event.term or event.index < phase.index:
         return state, ()
+    if state.closed:  # one was closed meanwhile, perhaps by what was just applied
+        return _past_gates(state, phase.term, now, policy)
     return replace(state, phase=Primary(phase.term, phase.index)), (ServeAsPrimary(phase.term, phase.index),)
 
 
