@@ -198,7 +198,8 @@ def _left_over(fds: dict[int, str], children: dict[int, str]) -> list[str]:
 @pytest.fixture(autouse=True)
 def _nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test of a shell that leaves a child process or a file descriptor."""
-    if not _WATCHED.intersection(request.path.parts) or request.node.get_closest_marker("leaks"):
+    folders = request.path.relative_to(request.config.rootpath).parts
+    if not _WATCHED.intersection(folders) or request.node.get_closest_marker("leaks"):
         yield
         return
     fds, children = _descriptors(), _children()

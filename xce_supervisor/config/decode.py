@@ -38,10 +38,10 @@ def read(file: Path) -> tuple[dict[str, Any], list[Problem]]:
         return {}, [Problem(file, "", "is nested too deeply")]
 
 
-def decode(document: Mapping[str, Any], kind: type[S], file: Path) -> tuple[S | None, list[Problem]]:
-    """Return `document` as a `kind`, and what is wrong with it (None then)."""
+def decode(document: Mapping[str, Any], kind: type[S], file: Path, section: str = "") -> tuple[S | None, list[Problem]]:
+    """Return `document` as a `kind`, and what is wrong with it (None then). section: where in the file it stands."""
     problems: list[Problem] = []
-    value = _struct(document, kind, "", _Where(file, problems, kind))
+    value = _struct(document, kind, section, _Where(file, problems, kind))
     return (None, problems) if problems else (value, problems)
 
 

@@ -78,8 +78,8 @@ def load_places(path: str | os.PathLike[str]) -> Places:
         if not isinstance(section, dict):
             refuse([Problem(file, name, f"must be a section: write [{name}]")])
         known = {field.encode_name for field in msgspec.structs.fields(kind)}
-        part, wrong = decode({key: given for key, given in section.items() if key in known}, kind, file)
-        refuse(msgspec.structs.replace(one, key=f"{name}.{one.key}") for one in wrong)
+        part, wrong = decode({key: given for key, given in section.items() if key in known}, kind, file, name)
+        refuse(wrong)
         parts[name] = part
     controller, supervisor = parts["controller"], parts["supervisor"]
     assert isinstance(controller, Controller) and isinstance(supervisor, Supervisor)
