@@ -89,6 +89,8 @@ _CAPNP_ERRORS = (capnp.KjException, ValueError, RuntimeError, OverflowError, Typ
 
 def _plain(error: Exception) -> str:
     """A library's error in one short line, without its source file and its stack addresses."""
+    if isinstance(error, UnicodeError):
+        return "a text is not UTF-8"
     text = error.description if isinstance(error, capnp.KjException) and error.wrapper is not None else str(error)
     line = (text or type(error).__name__).strip().splitlines()[0]
     return line.split(" failed: ")[-1][:200]
