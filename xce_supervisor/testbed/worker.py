@@ -35,6 +35,7 @@ from xce_supervisor.wire.words import HostRole, JobAttempt, JobStart, JobStateQu
 log = structlog.get_logger()
 
 LAST_REPORT_S = 2.0
+RUNNING_MAX = 1000  # attempts at once, whatever the slots: a bound against a mad peer
 
 
 class ExitCode(IntEnum):
@@ -90,7 +91,7 @@ class Worker:
     def __init__(self, config: WorkerConfig, disk: WorkerDisk) -> None:
         self._config = config
         self._disk = disk
-        self._table = JobTable()
+        self._table = JobTable(running_max=max(RUNNING_MAX, 2 * config.slots))
         self._jobs: dict[tuple[str, int], RunningJob] = {}
         self._signalled: set[tuple[str, int]] = set()
         self._ending = asyncio.Event()
@@ -168,7 +169,9 @@ class Worker:
             case Verdict.STALE:
                 pass  # the sender will learn from the newer attempt's report
             case Verdict.FULL:
-                pass  # not begun, so not ours: a later full report tells that we do not have it
+                self._table.begin(wanted.job_id, wanted.attempt)
+                reason = f"worker {self._config.name} runs {self._table.running_max} attempts, which is its limit"
+                self._acts.create_task(self._end(wanted.job_id, wanted.attempt, None, reason))
 
     async def _start(self, wanted: JobStart, superseded: JobAttempt | None) -> None:
         if superseded is not None and (older := self._jobs.get((superseded.job_id, superseded.attempt))):

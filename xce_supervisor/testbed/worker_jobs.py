@@ -15,11 +15,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
+from xce_supervisor.core.jobs import HOST_LOST_REASON
 from xce_supervisor.wire.words import JobAttempt
 
 RUNNING, DONE, FAILED = "running", "done", "failed"
 # An end that comes of the worker's own end, not of the command. The controller may run a rerunnable job again.
-HOST_LOST = "host lost"
+HOST_LOST = HOST_LOST_REASON
 
 
 class Verdict(Enum):
@@ -28,7 +29,7 @@ class Verdict(Enum):
     START = "start"
     REPORT = "report"  # known: never again, tell what became of it
     STALE = "stale"  # a newer attempt of the job is known here: the sender is behind
-    FULL = "full"  # more attempts at once than any controller of sound mind gives us
+    FULL = "full"  # more attempts at once than any controller of sound mind gives us: refused by a report of its end
 
 
 @dataclass(slots=True)

@@ -118,20 +118,22 @@ class OutputFile:
     def __init__(self, path: Path, limit: int) -> None:
         self._path = path
         self._left = limit
+        self._marked = False
         self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
     def write(self, chunk: bytes) -> None:
         """Append what fits."""
-        if self._left <= 0:
+        kept = chunk[: self._left]
+        self._left -= len(kept)
+        if len(kept) < len(chunk) and not self._marked:
+            self._marked = True
+            kept += TRUNCATED
+        if not kept:
             return
-        cut = chunk[: self._left]
-        self._left -= len(cut)
-        if len(cut) < len(chunk):
-            cut += TRUNCATED
         try:
-            os.write(self._handle, cut)
+            os.write(self._handle, kept)
         except OSError as error:
-            self._left = 0
+            self._left, self._marked = 0, True
             log.warning("output.dropped", path=str(self._path), errno=errno.errorcode.get(error.errno or 0, "?"))
 
     def close(self) -> None:
