@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
 import structlog
@@ -75,7 +75,7 @@ class Connection:
         self._last_id = 0
         self._waiting: dict[int, _Waiting] = {}
         self._slots = asyncio.Semaphore(limits.in_flight)
-        self._tasks: dict[asyncio.Task[Body], tuple[int, Opcode]] = {}
+        self._tasks: dict[asyncio.Task[None], tuple[int, Opcode]] = {}
 
     def __repr__(self) -> str:
         return f"<Connection {self.remote} {self.peer or 'unnamed'}>"
@@ -253,28 +253,33 @@ class Connection:
     # ---------------------------------------------------------------- answering
 
     def _run(self, number: int, message: Message, handler: Handler) -> None:
-        task = self._loop.create_task(cast(Coroutine[Any, Any, Body], handler(message)))
+        task = self._loop.create_task(self._serve(number, message, handler))
         self._tasks[task] = (number, message.opcode)
-        task.add_done_callback(self._answered)
+        task.add_done_callback(self._served)
 
-    def _answered(self, task: asyncio.Task[Body]) -> None:
-        number, opcode = self._tasks.pop(task)
-        if task.cancelled():
-            return
+    async def _serve(self, number: int, message: Message, handler: Handler) -> None:
+        """The reply goes out in the very step in which the handler returns: before anything that the handler left to the loop."""
         body: Body
-        error = task.exception()
-        if error is None:
-            body = task.result()
-        elif isinstance(error, RequestRefused):
+        try:
+            body = await handler(message)
+        except RequestRefused as error:
             body = Refusal(code=ErrorCode(error.code), text=error.text)
-        elif isinstance(error, Redirected):
+        except Redirected as error:
             body = Redirect(address=error.address, controller_id=error.controller_id, term=error.term)
-        else:
-            self.counters.handler_bugs += 1
-            log.error("handler.failed", opcode=opcode.name, remote=self.remote, peer=str(self.peer), exc_info=error)
-            body = Refusal(code=ErrorCode.UNAVAILABLE, text=f"{opcode.name} failed at the peer: {type(error).__name__}")
         if number:
             self._reply(number, body)
+
+    def _served(self, task: asyncio.Task[None]) -> None:
+        """A handler has ended; what it raised beside a refusal is a bug, which the peer sees as "not now"."""
+        number, opcode = self._tasks.pop(task)
+        error = None if task.cancelled() else task.exception()
+        if error is None:
+            return
+        self.counters.handler_bugs += 1
+        log.error("handler.failed", opcode=opcode.name, remote=self.remote, peer=str(self.peer), exc_info=error)
+        if number:
+            text = f"{opcode.name} failed at the peer: {type(error).__name__}"
+            self._reply(number, Refusal(code=ErrorCode.UNAVAILABLE, text=text))
 
     def _reply(self, number: int, body: Body) -> None:
         """Send a reply. A peer that does not read its replies, so that its queue is full, loses the connection."""
