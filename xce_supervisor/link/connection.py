@@ -17,7 +17,7 @@ import structlog
 from xce_supervisor.errors import DeadlinePassed, PeerError, Redirected, RequestRefused
 from xce_supervisor.link.limits import DEFAULT_LIMITS, Budget, Counters, Limits
 from xce_supervisor.link.peer import PeerName, check_server, split_address
-from xce_supervisor.link.stream import Stream, lost_reason
+from xce_supervisor.link.stream import Stream, connect_cause, set_options
 from xce_supervisor.link.tls import TlsSource
 from xce_supervisor.wire.codec import BadMessage, Incoming, MalformedFrame, encode
 from xce_supervisor.wire.words import Body, Done, ErrorCode, Frame, Message, Opcode, Ping, Redirect, Refusal
@@ -304,16 +304,6 @@ class Connection:
             await asyncio.wait(list(self._tasks), timeout=within_s)
 
 
-def set_options(sock: socket.socket) -> None:
-    """Make the kernel notice a peer that is gone in about 3 s: probes on an idle connection, a limit on unacknowledged data."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 3000)
-
-
 async def connect(
     address: str,
     tls: TlsSource | None,
@@ -341,17 +331,7 @@ async def connect(
     except TimeoutError:
         raise DeadlinePassed(f"{address}: no answer within {deadline_s:g} s while {opening.step}") from None
     except (OSError, ssl.SSLError) as error:
-        raise PeerError(f"{address}: {opening.step} failed: {_cause(error, tls is not None)}") from error
-
-
-def _cause(error: OSError, with_tls: bool) -> str:
-    if isinstance(error, ssl.SSLError) and error.reason == "WRONG_VERSION_NUMBER":
-        return "the peer does not speak TLS"
-    if with_tls and isinstance(error, ConnectionResetError):
-        return "closed during the TLS handshake: a limit of the peer, or no TLS server"
-    if isinstance(error, ConnectionAbortedError):
-        return "the TLS handshake took too long"
-    return lost_reason(error)
+        raise PeerError(f"{address}: {opening.step} failed: {connect_cause(error, tls is not None)}") from error
 
 
 class _Opening:

@@ -15,10 +15,10 @@ from collections.abc import Callable
 import structlog
 
 from xce_supervisor.errors import ConfigError, PeerError
-from xce_supervisor.link.connection import Connection, Handler, set_options
+from xce_supervisor.link.connection import Connection, Handler
 from xce_supervisor.link.limits import Budget, Counters, Limits
 from xce_supervisor.link.peer import peer_name
-from xce_supervisor.link.stream import lost_reason
+from xce_supervisor.link.stream import lost_reason, set_options
 from xce_supervisor.link.tls import TlsSource
 
 log = structlog.get_logger("link")

@@ -168,3 +168,24 @@ def lost_reason(exc: BaseException | None) -> str:
     if isinstance(exc, OSError):
         return os.strerror(exc.errno) if exc.errno and exc.errno > 0 else exc.strerror or type(exc).__name__
     return f"{type(exc).__name__}: {exc}"
+
+
+def connect_cause(error: OSError, with_tls: bool) -> str:
+    """Why a connection that we opened did not come up, in words for people."""
+    if isinstance(error, ssl.SSLError) and error.reason == "WRONG_VERSION_NUMBER":
+        return "the peer does not speak TLS"
+    if with_tls and isinstance(error, ConnectionResetError):
+        return "closed during the TLS handshake: a limit of the peer, or no TLS server"
+    if isinstance(error, ConnectionAbortedError):
+        return "the TLS handshake took too long"
+    return lost_reason(error)
+
+
+def set_options(sock: socket.socket) -> None:
+    """Make the kernel notice a peer that is gone in about 3 s: probes on an idle connection, a limit on unacknowledged data."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 3000)
