@@ -19,7 +19,7 @@ from xce_supervisor.errors import ConfigError
 from xce_supervisor.testbed.worker_disk import DirectoryTaken, WorkerDisk
 from xce_supervisor.testbed.worker_jobs import DONE, FAILED, RUNNING, JobTable, Verdict
 from xce_supervisor.testbed.worker_log import JobLog
-from xce_supervisor.testbed.worker_spawn import TRUNCATED, CannotStart, job_environment, start
+from xce_supervisor.testbed.worker_spawn import TRUNCATED, CannotStart, job_environment, keep_descriptors, start
 from xce_supervisor.testbed.worker_survivors import kill_marked
 from xce_supervisor.wire.words import JobAttempt
 
@@ -242,7 +242,8 @@ def test_a_job_starts_clean(tmp_path: Path) -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     ignored = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     leaked = os.open(os.devnull, os.O_RDONLY)
-    os.set_inheritable(leaked, False)
+    os.set_inheritable(leaked, True)
+    keep_descriptors()
     try:
         program = (
             "import os\n"

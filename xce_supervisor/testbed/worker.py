@@ -28,7 +28,7 @@ from xce_supervisor.link.tls import TlsFiles, TlsSource
 from xce_supervisor.testbed.worker_disk import DirectoryTaken, WorkerDisk
 from xce_supervisor.testbed.worker_jobs import FAILED, HOST_LOST, JobTable, Verdict
 from xce_supervisor.testbed.worker_reports import Reports
-from xce_supervisor.testbed.worker_spawn import CannotStart, RunningJob, job_environment, start
+from xce_supervisor.testbed.worker_spawn import CannotStart, RunningJob, job_environment, keep_descriptors, start
 from xce_supervisor.testbed.worker_survivors import kill_marked
 from xce_supervisor.wire.words import HostRole, JobAttempt, JobStart, JobStateQuery, Join, Message
 
@@ -68,6 +68,7 @@ class WorkerConfig:
 
 def serve(config: WorkerConfig) -> int:
     """Run one worker until SIGTERM or SIGINT and return its exit code. Raises ConfigError for what an operator got wrong."""
+    keep_descriptors()
     try:
         disk = WorkerDisk(config.directory, config.output_files_max)
     except DirectoryTaken as error:

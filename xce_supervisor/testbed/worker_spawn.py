@@ -169,6 +169,16 @@ def start(
     return RunningJob(pid, pidfd, sink, read_end, ended)
 
 
+def keep_descriptors() -> None:
+    """Make every descriptor that this process was started with its own: no job inherits it. Call it once, before the first start."""
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2:
+            try:
+                os.set_inheritable(int(name), False)
+            except OSError:
+                pass  # the listing's own, closed by now
+
+
 def job_environment(job_id: str, attempt: int, mark: str, worker: str) -> dict[str, str]:
     """Return the environment of a job: the worker's, less what is the worker's alone, plus what tells the job who it is."""
     environment = {key: value for key, value in os.environ.items() if key not in NOT_INHERITED}
