@@ -73,6 +73,7 @@ _HOW = {
     "cgroup2": "run where a cgroup v2 folder can be written (as root, or under a delegated systemd unit)",
     "etcd": "install etcd-server and the extra `etcd`",
     "nspawn": "install systemd-container and run as root",
+    "strace": "install strace",
     "userns": "allow unprivileged user namespaces, or run as root; unshare is in util-linux",
 }
 
@@ -84,6 +85,7 @@ def offers() -> dict[str, str]:
         "cgroup2": _cgroup2(),
         "etcd": _etcd(),
         "nspawn": (shutil.which("systemd-nspawn") or "") if os.geteuid() == 0 else "",
+        "strace": shutil.which("strace") or "",
         "userns": _userns(),
     }
 
@@ -176,17 +178,32 @@ def _descriptors() -> dict[int, str]:
 
 
 def _children() -> dict[int, str]:
+    """Return our descendants: pid to state and command line."""
     found: dict[int, str] = {}
-    for child in psutil.Process().children(recursive=True):
+    open_pids = [os.getpid()]
+    while open_pids:
+        for pid in _children_of(open_pids.pop()):
+            try:
+                child = psutil.Process(pid)
+                found[pid] = f"{child.status()} {' '.join(child.cmdline())[:120]}"
+            except psutil.NoSuchProcess:
+                continue
+            open_pids.append(pid)
+    return found
+
+
+def _children_of(pid: int) -> list[int]:
+    """Ask the kernel, which knows; psutil would read every process of the machine."""
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
         try:
-            found[child.pid] = f"{child.status()} {' '.join(child.cmdline())[:120]}"
-        except psutil.NoSuchProcess:
-            continue
+            found += [int(child) for child in task.read_text(encoding="ascii").split()]
+        except OSError:
+            continue  # that thread ended meanwhile
     return found
 
 
 def _left_over(fds: dict[int, str], children: dict[int, str]) -> list[str]:
-    gc.collect()
     lines = [f"child {pid}: {what}" for pid, what in _children().items() if pid not in children]
     for fd, what in _descriptors().items():
         grpc_own = "grpc" in sys.modules and what in ("anon_inode:[eventpoll]", "anon_inode:[eventfd]")  # kept for good by grpc
@@ -208,4 +225,5 @@ def _nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     while left := _left_over(fds, children):
         if time.monotonic() > give_up:
             pytest.fail("the test left behind:\n  " + "\n  ".join(left))
+        gc.collect()
         time.sleep(0.02)

@@ -9,14 +9,17 @@ the count is told by a `journal.lost` line as soon as one can be written again.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
+import stat
 import threading
 import time
 import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 from msgspec import Struct, field
@@ -68,7 +71,9 @@ class _Asked(Struct, frozen=True):
 class Journal:
     """The writing end. `append` and the properties may be called from any thread; they never wait for the disk."""
 
-    def __init__(self, path: Path, boot_id: str, *, bytes_max: int, files_max: int, queue_max: int = QUEUE_MAX) -> None:
+    def __init__(
+        self, path: Path, boot_id: str, *, bytes_max: int, files_max: int, queue_max: int = QUEUE_MAX, hung_s: float = HUNG_S
+    ) -> None:
         """Start the thread. The file is opened by it, later: a hung disk does not stop the start.
 
         bytes_max: size at which the file is rotated. files_max: files kept, the one being written included.
@@ -76,6 +81,7 @@ class Journal:
         self._file = _File(path, boot_id, bytes_max, files_max)
         self._queue: deque[_Asked] = deque()
         self._queue_max = queue_max
+        self._hung_s = hung_s
         self._wake = threading.Condition()
         self._lost = 0
         self._lost_untold = 0
@@ -115,7 +121,7 @@ class Journal:
     def problem(self) -> str:
         """Why lines are not reaching the disk now, "" if they are. For `degraded`."""
         busy_since = self._busy_since
-        if busy_since is not None and time.monotonic() - busy_since > HUNG_S:
+        if busy_since is not None and time.monotonic() - busy_since > self._hung_s:
             return f"{self._file.path} hangs; {len(self._queue)} lines wait"
         return self._problem
 
@@ -208,8 +214,12 @@ class _File:
         if self._seq < 0:
             self._seq = _last_seq(self.path, self._files_max)
         self.path.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
-        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NOCTTY, 0o640)
+        self._fd = os.open(
+            self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NOCTTY, 0o640
+        )
         self._size = os.fstat(self._fd).st_size
+        if not stat.S_ISREG(os.fstat(self._fd).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file")  # a pipe's reader could stop us for ever
         if self._size and os.pread(self._fd, 1, self._size - 1) != b"\n":
             self._size += os.write(self._fd, b"\n")  # a former supervisor died in the middle of a line
 
@@ -260,7 +270,7 @@ def read(path: Path, files_max: int = 100, *, since_seq: int = -1) -> Read:
 def _entries(file: Path) -> Iterator[Entry | None]:
     """Yield each line of one file, None for a damaged one. A line that is still being written is no damage."""
     try:
-        with open(file, "rb") as opened:
+        with _opened(file) as opened:
             for line in opened:
                 if line.endswith(b"\n"):
                     if line != b"\n":
@@ -304,6 +314,15 @@ def _line(asked: _Asked, seq: int, boot_id: str) -> bytes:
     return head + b',"crc":"%08x"}\n' % zlib.crc32(head)
 
 
+def _opened(file: Path) -> BinaryIO:
+    """Open a regular file for reading; a pipe in its place would make us wait for ever."""
+    fd = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a regular file", str(file))
+    return open(fd, "rb")
+
+
 def _numbered(path: Path, number: int) -> Path:
     return path.with_name(f"{path.name}.{number}")
 
@@ -312,7 +331,7 @@ def _last_seq(path: Path, files_max: int) -> int:
     """Return the seq of the newest whole line on disk, 0 if there is none (numbers begin with 1)."""
     for file in (path, *(_numbered(path, number) for number in range(1, files_max))):
         try:
-            with open(file, "rb") as opened:
+            with _opened(file) as opened:
                 opened.seek(0, os.SEEK_END)
                 opened.seek(max(0, opened.tell() - 4 * LINE_BYTES_MAX))
                 found = [entry.seq for line in opened.read().split(b"\n") if (entry := parse(line)) is not None]
@@ -347,7 +366,7 @@ class Follower:
             self._inode, self._offset = inode, 0
         else:
             found = []
-        with open(self._path, "rb") as opened:
+        with _opened(self._path) as opened:
             opened.seek(self._offset)
             for line in opened:
                 if not line.endswith(b"\n"):
