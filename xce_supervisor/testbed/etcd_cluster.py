@@ -1,4 +1,4 @@
-"""A real etcd cluster of three members on loopback, for tests: started, stopped, continued, killed and reaped by pid."""
+"""A real etcd cluster of three members on loopback, for the demo and for tests: started, stopped, continued, killed and reaped by pid."""
 
 from __future__ import annotations
 
@@ -98,6 +98,10 @@ class EtcdCluster:
             else:
                 process.send_signal(signal.SIGCONT)
         self.wait_healthy()
+
+    def pids(self) -> list[int]:
+        """Return the pids of the members that were started and not killed."""
+        return [process.pid for process in self._processes if process is not None]
 
     def url(self, prefix: str, ttl_s: int = 1) -> str:
         """The store's address; each test takes a prefix of its own."""
