@@ -23,6 +23,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import uvloop
 
 _WATCHED = {"shell", "process", "rules"}
 _SETTLE_S = 3.0  # pidfds, transports and threads of a closed loop are gone by then, or they leak
@@ -96,6 +97,7 @@ _SKIPPED = pytest.StashKey[list[str]]()
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_OFFERS] = offers()
+    uvloop.new_event_loop().close()  # libuv keeps a pipe of its own for good from the first loop on: no test's leak
     config.stash[_SKIPPED] = []
     config.pluginmanager.register(_SkipWatch(config), "xce-skip-watch")
 

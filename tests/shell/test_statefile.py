@@ -79,7 +79,7 @@ def _of_the_future(raw: bytes) -> bytes:
     ],
 )
 def test_a_file_that_cannot_be_trusted_is_set_aside(tmp_path: Path, damage: object, said: str) -> None:
-    """docs/rules.md S15: a corrupt state file harms no stranger: nothing of it is used, and it is kept for somebody to look at."""
+    """docs/rules.md S15: a corrupt state file harms no stranger: nothing of it is used; it is kept to be looked at."""
     path = saved(tmp_path)
     raw = path.read_bytes()
     broken: bytes = damage(raw)  # type: ignore[operator]

@@ -48,11 +48,14 @@ class _Request(Struct, frozen=True):
 class ControlServer:
     """The listening end. All methods belong to the loop's thread."""
 
-    def __init__(self, path: Path, handler: Handler, *, clients_max: int = CLIENTS_MAX, idle_s: float = IDLE_S) -> None:
+    def __init__(
+        self, path: Path, handler: Handler, *, clients_max: int = CLIENTS_MAX, idle_s: float = IDLE_S, answer_s: float = ANSWER_S
+    ) -> None:
         self._path = path
         self._handler = handler
         self._clients_max = clients_max
         self.idle_s = idle_s
+        self.answer_s = answer_s
         self._server: asyncio.AbstractServer | None = None
         self._inode: tuple[int, int] | None = None
         self._clients: dict[_Client, None] = {}  # in order of arrival
@@ -174,7 +177,7 @@ class _Client(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self._writable = False
-        self._arm(ANSWER_S)
+        self._arm(self._server.answer_s)
         if self._transport is not None:
             self._transport.pause_reading()
 
