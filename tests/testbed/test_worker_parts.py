@@ -44,7 +44,10 @@ def test_an_attempt_is_begun_once_and_then_only_reported() -> None:
     assert table.told(table.untold(10)) == [ended("a", 1)]
     assert table.judge("a", 1) is Verdict.REPORT and table.untold(10) == ()
     table.tell_again("a", 1)
-    assert table.untold(10) == (ended("a", 1),)
+    asked_again = table.untold(10)
+    assert asked_again == (ended("a", 1),)
+    table.tell_again("a", 1)
+    assert table.told(asked_again) == [] and table.untold(10) == (ended("a", 1),)
 
 
 def test_a_newer_attempt_names_the_older_one_that_still_runs() -> None:

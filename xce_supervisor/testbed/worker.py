@@ -183,8 +183,12 @@ class Worker:
         except OSError as error:
             await self._end(wanted.job_id, wanted.attempt, None, f"cannot write the worker's job log: {error.strerror or error}")
             return
+        # From here to the spawn nothing else runs on the loop.
         if self._ending.is_set():
             await self._end(wanted.job_id, wanted.attempt, None, HOST_LOST)
+            return
+        if self._table.superseded(wanted.job_id, wanted.attempt):
+            await self._end(wanted.job_id, wanted.attempt, None, "superseded by a newer attempt before it was started")
             return
         environment = job_environment(wanted.job_id, wanted.attempt, self._disk.mark, self._config.name)
         try:

@@ -15,6 +15,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
+import msgspec
+
 from xce_supervisor.core.jobs import HOST_LOST_REASON
 from xce_supervisor.wire.words import JobAttempt
 
@@ -63,6 +65,10 @@ class JobTable:
         self._running[(job_id, attempt)] = self._newest[job_id] = self._untold[(job_id, attempt)] = begun
         return before if before is not None and before.state == RUNNING else None
 
+    def superseded(self, job_id: str, attempt: int) -> bool:
+        """Was a newer attempt of the job begun since this one?"""
+        return self._newest[job_id].attempt > attempt
+
     def ending(self, job_id: str, attempt: int, *, exit_code: int | None, reason: str) -> JobAttempt:
         """Return what the end of a running attempt is to be called: done only with exit code 0 and no reason. Changes nothing."""
         state = DONE if exit_code == 0 and not reason else FAILED
@@ -90,12 +96,12 @@ class JobTable:
     def told(self, reported: Iterable[JobAttempt]) -> list[JobAttempt]:
         """The controller answered Done to a report of these. Returns those whose end is now told; forgets what exceeds the bound.
 
-        An attempt that changed since the report was built stays to be told.
+        An attempt that changed since the report was built, or was asked for again, stays to be told.
         """
         ends: list[JobAttempt] = []
         for attempt in reported:
             key = (attempt.job_id, attempt.attempt)
-            if self._untold.get(key) == attempt:
+            if self._untold.get(key) is attempt:  # the very one, not one that says the same
                 del self._untold[key]
                 if attempt.state != RUNNING:
                     ends.append(attempt)
@@ -110,7 +116,7 @@ class JobTable:
         """Report (job_id, attempt) once more, though told: the controller asked by a JobStart."""
         known = self._newest.get(job_id)
         if known is not None and known.attempt == attempt:
-            self._untold[(job_id, attempt)] = known
+            self._untold[(job_id, attempt)] = msgspec.structs.replace(known)
 
     def running(self) -> tuple[JobAttempt, ...]:
         """Attempts that are begun and not ended."""

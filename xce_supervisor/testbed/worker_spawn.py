@@ -170,7 +170,7 @@ def start(
 
 
 def keep_descriptors() -> None:
-    """Make every descriptor that this process was started with its own: no job inherits it. Call it once, before the first start."""
+    """Make every descriptor that this process was started with its own: no job inherits it. Call it once, at the start."""
     for name in os.listdir("/proc/self/fd"):
         if int(name) > 2:
             try:
