@@ -98,7 +98,10 @@ class SqliteFile:
             raise ConfigError(f"sqlite://{self._path}: the directory {folder} does not exist; create it, then start again")
         try:
             self._connect(create=True)
-            self._create_tables()
+            # Without a write transaction where the store exists: somebody who is stopped may hold the lock, and has to be fenced
+            # by us later.
+            if self._application() != APPLICATION_ID:
+                self._create_tables()
             self._check_identity()
         except sqlite3.Error as error:
             self.close()
@@ -156,10 +159,9 @@ class SqliteFile:
 
     def _create_tables(self) -> None:
         with self._writing() as db:
-            (application,) = db.execute("PRAGMA application_id").fetchone()
-            (tables,) = db.execute("SELECT count(*) FROM sqlite_master").fetchone()
-            if application == APPLICATION_ID:
+            if self._application() == APPLICATION_ID:
                 return
+            (tables,) = db.execute("SELECT count(*) FROM sqlite_master").fetchone()
             if tables:
                 raise ConfigError(f"sqlite://{self._path}: a database of another program; name another path")
             for statement in _SCHEMA.split(";"):
@@ -168,6 +170,10 @@ class SqliteFile:
             db.execute("INSERT INTO leader VALUES (1, 0, '', '', '', '', '', 0)")
             db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
             db.execute(f"PRAGMA user_version = {FORMAT}")
+
+    def _application(self) -> int:
+        (application,) = self._handle().execute("PRAGMA application_id").fetchone()
+        return int(application)
 
     def _check_identity(self) -> None:
         db = self._handle()
