@@ -9,12 +9,15 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec import Struct
 
 from xce_supervisor.cli.words import clean
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 GOOD, BAD, DOUBT, QUIET, STRONG, PLAIN = "green", "bold red", "yellow", "bright_black", "bold", ""
 
@@ -75,19 +78,24 @@ def _plainly(lines: Sequence[Line]) -> None:
 
 
 def _on_terminal(lines: Sequence[Line]) -> None:
-    from rich import box
     from rich.console import Console
-    from rich.table import Table as RichTable
-    from rich.text import Text
 
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=False)
     for line in lines:
-        if isinstance(line, Table):
-            drawn = RichTable(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style=STRONG)
-            for number, head in enumerate(line.heads):
-                drawn.add_column(head, no_wrap=number < len(line.heads) - 1, overflow="fold")
-            for row in line.rows:
-                drawn.add_row(*(Text(clean(text), style) for text, style in row))
-            console.print(drawn)
-        else:
-            console.print(Text.assemble(*((clean(text), style) for text, style in line)))
+        console.print(drawn(line))
+
+
+def drawn(line: Line) -> RenderableType:
+    """Return a line as rich draws it."""
+    from rich import box
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    if not isinstance(line, Table):
+        return Text.assemble(*((clean(text), style) for text, style in line))
+    table = RichTable(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style=STRONG)
+    for number, head in enumerate(line.heads):
+        table.add_column(head, no_wrap=number < len(line.heads) - 1, overflow="fold")
+    for row in line.rows:
+        table.add_row(*(Text(clean(text), style) for text, style in row))
+    return table

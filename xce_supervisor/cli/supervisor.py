@@ -176,7 +176,7 @@ def restart(unit: str, config: str | None, as_json: bool) -> int:
 @click.option(
     "--controllers", type=click.IntRange(2, 9), default=3, show_default=True, help="Controllers, each with a supervisor."
 )
-@click.option("--jobs", type=click.IntRange(0, 10_000), default=60, show_default=True, help="Jobs submitted over the demo.")
+@click.option("--jobs", type=click.IntRange(1, 5000), default=60, show_default=True, help="Jobs submitted over the demo.")
 @click.option(
     "--rounds", type=click.IntRange(1, 100), default=1, show_default=True, help="How often all faults are gone through."
 )
@@ -190,10 +190,16 @@ def demo(engine: str, controllers: int, jobs: int, rounds: int, seed: int | None
 
     Exit code 0 only if every invariant held. No root, no services; cleans up after itself, also on Ctrl-C.
     """
-    from xce_supervisor.testbed.demo import DemoOptions, run_demo
+    from xce_supervisor.cli import demo_view, paper
+    from xce_supervisor.testbed.demo import Options
 
-    options = DemoOptions(engine=engine, controllers=controllers, jobs=jobs, rounds=rounds, seed=seed, keep=keep, as_json=as_json)
-    return run_demo(options)
+    options = Options(engine=engine, controllers=controllers, jobs=jobs, rounds=rounds, seed=seed, keep=keep)
+    seen = demo_view.play(options, as_json=as_json)
+    if as_json:
+        paper.put_json(seen)
+    else:
+        paper.put(demo_view.report(seen))
+    return ExitCode.OK if seen.ok else ExitCode.DEGRADED
 
 
 def _change(config: str | None, verb: str, args: dict[str, Any], as_json: bool, done: str) -> int:
