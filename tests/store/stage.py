@@ -47,7 +47,8 @@ class SqliteStore:
     """A file of its own. It is lost by a stranger who keeps the write lock."""
 
     name = "sqlite"
-    slack_s = 0.5
+    # A process that was stopped inside a transaction is watched for 0.3 s before it is killed.
+    slack_s = 1.5
 
     def __init__(self, folder: Path, lease_ms: int = 500) -> None:
         self.path = folder / "store.db"
