@@ -19,21 +19,20 @@ import os
 import re
 import secrets
 import select
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import quote, unquote
 
 from xce_supervisor.core.words import Identity
 from xce_supervisor.process.births import Births
 from xce_supervisor.process.identity import identity_of, is_alive, read_proc, read_stat, send_signal
-from xce_supervisor.process.mark import TOKEN, marked, oldest_first
-from xce_supervisor.process.table import environment
+from xce_supervisor.process.mark import marked, oldest_first
+from xce_supervisor.process.nursery import Newborn, Nursery, pids_of
 
 _LEAF = "supervisor"
 _UNIT = "unit-"
-_SWEEP_S = 2.0  # a child that forks faster than we can move for so long is left to `kill`
+_ADOPT_S = 2.0  # survivors that fork faster than we can move are left to `kill` after so long
 _OURS = re.compile(r"/xce-[^/]+\.[0-9a-f]{8}/supervisor$")
 
 
@@ -76,7 +75,6 @@ class CgroupForest:
         Raises CgroupUnusable; nothing is left behind then.
         """
         self.loop = loop
-        self.births = births
         own = own_group()
         # Started from within another supervisor's leaf (an upgrade in place): go beside it, not below it.
         self._home = Path(_OURS.sub("", str(own)))
@@ -86,8 +84,7 @@ class CgroupForest:
         self._name = quote(name, safe="@-_")
         self._trees: dict[str, CgroupTree] = {}
         self.listening: dict[int, CgroupTree] = {}  # by the descriptor of cgroup.events
-        self.windows: dict[int, int] = {}  # leaders that are being moved, to the births begun when each window opened
-        self.windows_lock = threading.Lock()
+        self.nursery = Nursery(births)
         self.folder = self._make_folder()
         self.leaf = self.folder / _LEAF
         self.why = f"cgroup v2 at {self.folder}"
@@ -115,7 +112,7 @@ class CgroupForest:
         """Folders of our name that a predecessor left; the one with the most life first."""
         with contextlib.suppress(OSError):
             found = [path for path in self._base.glob(f"xce-{self._name}.*") if re.search(r"\.[0-9a-f]{8}$", path.name)]
-            return sorted(found, key=lambda path: (-len(_pids(path)), path.name))
+            return sorted(found, key=lambda path: (-len(pids_of(path)), path.name))
         return []
 
     def tree(self, unit: str) -> CgroupTree:
@@ -159,24 +156,31 @@ class CgroupTree:
         self._folder = folder
         self._callback: Callable[[], None] | None = None
 
+    @property
+    def path(self) -> str:
+        return str(self._folder)
+
+    def expecting(self) -> contextlib.AbstractContextManager[None]:
+        return self._forest.nursery.expecting(self.unit)
+
     def adopt_leader(self, identity: Identity, token: str = "") -> None:
-        self._ready()
-        with self._window(identity):
+        with self.expecting():
+            self._ready()
             self._move(identity.pid)
-            give_up = time.monotonic() + _SWEEP_S
-            while self._sweep(identity, token) and time.monotonic() < give_up:
-                pass
+            self._settle(identity, token)
 
     def adopt_survivors(self, identities: list[Identity], token: str = "") -> None:
         self._ready()
-        give_up = time.monotonic() + _SWEEP_S
+        give_up = time.monotonic() + _ADOPT_S
         while time.monotonic() < give_up:
-            inside = set(_pids(self._folder))
+            inside = set(pids_of(self._folder))
             outside = [each for each in identities if each.pid not in inside and is_alive(each)]
             for identity in outside:
                 self._move(identity.pid)
-            if not outside and not (identities and self._sweep(identities[0], token)):
-                return
+            if not outside:
+                break
+        if identities:
+            self._settle(identities[0], token)
 
     def signal(self, number: int) -> int:
         return sum(send_signal(identity, number) for identity, _ in self.members())
@@ -195,7 +199,7 @@ class CgroupTree:
 
     def empty(self) -> bool:
         if self._events < 0:
-            return not _pids(self._folder)
+            return not pids_of(self._folder)
         try:
             return b"populated 0" in os.pread(self._events, 256, 0)
         except OSError as error:
@@ -244,6 +248,10 @@ class CgroupTree:
         former, self._events = self._events, fd
         self._forest.loop.call_soon_threadsafe(self._close, former)
 
+    def _settle(self, leader: Identity, token: str) -> None:
+        newborn = Newborn(self.unit, leader, token, lambda: pids_of(self._folder), self._move)
+        self._forest.nursery.settle(newborn, lambda: pids_of(self._forest.leaf))
+
     def _move(self, pid: int) -> bool:
         """Move one process. Returns False when it is gone."""
         try:
@@ -252,67 +260,9 @@ class CgroupTree:
             return False
         return True
 
-    @contextlib.contextmanager
-    def _window(self, leader: Identity) -> Iterator[None]:
-        with self._forest.windows_lock:
-            self._forest.windows[leader.pid] = leader.start_ticks
-        try:
-            yield
-        finally:
-            with self._forest.windows_lock:
-                del self._forest.windows[leader.pid]
-
-    def _sweep(self, leader: Identity, token: str) -> int:
-        """Move everything that the leader forked before it was moved itself. Returns how many were found, or are in doubt."""
-        inside = {leader.pid, *_pids(self._folder)}
-        found = 0
-        for pid in _pids(self._forest.leaf):
-            verdict = False if pid == os.getpid() else self._is_ours(pid, leader, token, inside)
-            if verdict and self._move(pid):
-                inside.add(pid)
-            found += verdict is not False
-        return found
-
-    def _is_ours(self, pid: int, leader: Identity, token: str, inside: set[int]) -> bool | None:
-        """Does a process found in the supervisor's leaf belong to this leader? By session, ancestry, mark; last by elimination.
-
-        Returns None while nobody can tell: it may be a child whose lane has not claimed it yet.
-        """
-        births = self._forest.births
-        stat = read_stat(pid)
-        if stat is None or stat.dead or stat.start_ticks < leader.start_ticks or births.claimed(pid):
-            return False
-        if leader.pid in (stat.session, stat.pgrp):
-            return True
-        ancestor = stat
-        while ancestor.ppid not in (0, 1, os.getpid()):
-            if ancestor.ppid in inside:
-                return True
-            parent = read_stat(ancestor.ppid)
-            if parent is None:
-                break
-            ancestor = parent
-        shown = environment(pid, (TOKEN,)).get(TOKEN, "")
-        if shown and token:
-            return shown == token
-        if births.any_open():
-            return None
-        with self._forest.windows_lock:  # a process that hides from all of that was forked in one of the open windows
-            first = min(self._forest.windows, key=lambda each: (self._forest.windows[each], each), default=0)
-        return first == leader.pid
-
-
-def _pids(folder: Path) -> list[int]:
-    """Return the processes of a group and of all groups below it."""
-    found: list[int] = []
-    for path, _, _ in os.walk(folder):
-        with contextlib.suppress(OSError):  # the group went away meanwhile
-            found += [int(line) for line in Path(path, "cgroup.procs").read_text(encoding="ascii").split()]
-    return found
-
 
 def _living(folder: Path) -> list[tuple[Identity, str]]:
-    stats = [stat for pid in _pids(folder) if (stat := read_stat(pid)) is not None and not stat.dead]
+    stats = [stat for pid in pids_of(folder) if (stat := read_stat(pid)) is not None and not stat.dead]
     return [(identity_of(stat), stat.state) for stat in stats]
 
 

@@ -21,7 +21,7 @@ from xce_supervisor.core.words import Identity
 from xce_supervisor.process.births import Births
 from xce_supervisor.process.identity import Stat, identity_of, is_alive, open_pidfd, read_stat, send_signal
 from xce_supervisor.process.mark import TOKEN, marked
-from xce_supervisor.process.table import all_stats, descendants, environment, own_children
+from xce_supervisor.process.table import all_stats, descendants, environment, is_executing, own_children
 
 _SIGNAL_GROUP = 4  # PIDFD_SIGNAL_PROCESS_GROUP, Linux 6.9
 _LOOK_S = 0.001  # ends that come together are looked at together
@@ -75,15 +75,18 @@ class GroupForest:
 
     def _owners(self, root: int, trees: list[GroupTree]) -> list[GroupTree]:
         """Return the trees to which one of our own children belongs, with all that is below it."""
+        births_open = self.births.any_open()  # asked before the evidence is read: a claim ends a birth
         top = read_stat(root)
-        if top is None:
+        if top is None or top.dead:
             return []
         certain = [tree for tree in trees if tree.knows(top)]
         if certain:
             return certain
         shown = environment(root, (TOKEN,)).get(TOKEN)
-        if not shown and self.births.any_open():
-            self.in_doubt = True  # perhaps a newborn whose lane is about to claim it; its environment shows late
+        if not shown and (births_open or is_executing(root)):
+            self.in_doubt = True  # perhaps a newborn whose lane is about to claim it; an environment shows late
+            return []
+        if self.births.claimed(root):
             return []
         return [tree for tree in trees if tree.may_own(top, shown)]
 
@@ -105,7 +108,7 @@ class GroupForest:
             self.loop.call_soon_threadsafe(self._look_if_awaited)
 
     def _look_if_awaited(self) -> None:
-        if self.in_doubt:
+        if self.in_doubt and any(tree.waits for tree in self._trees.values()):
             self.look_soon()
 
 
@@ -130,9 +133,16 @@ class GroupTree:
         self._clean = 0
 
     @property
+    def path(self) -> str:
+        return ""
+
+    @property
     def waits(self) -> bool:
         """Is there anything to do when a member ends?"""
         return self._callback is not None or self._killing
+
+    def expecting(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def adopt_leader(self, identity: Identity, token: str = "") -> None:
         self._close_groups()

@@ -5,6 +5,7 @@ A mark is evidence, not a fence: a process may clear its environment. The tree (
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 
 from xce_supervisor.core.words import Identity
@@ -36,7 +37,7 @@ def marked(mark: str) -> dict[str, list[Identity]]:
     """
     found: dict[str, list[Identity]] = {}
     for stat in all_stats():
-        if stat.dead:
+        if stat.dead or stat.pid == os.getpid():  # we may have been started from within a child of the former supervisor
             continue
         seen = environment(stat.pid, (SUPERVISOR, UNIT))
         if seen.get(SUPERVISOR) == mark and seen.get(UNIT):

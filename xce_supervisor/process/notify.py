@@ -106,15 +106,20 @@ class NotifySocket:
             raise OSError(error.errno, f"cannot make the notify socket: {error.strerror}", str(path)) from error
 
     def listen(self, contains: Callable[[int], bool], on_notice: Callable[[Notice], None]) -> None:
-        """Begin to read. contains: is this pid in the child's tree (`Tree.contains`)? on_notice: called on the loop."""
+        """Begin to read, or go on. contains: is this pid in the child's tree (`Tree.contains`)? on_notice: called on the loop."""
         self._contains, self._on_notice = contains, on_notice
         self._read()
 
-    def close(self) -> None:
-        """Stop reading and remove the socket."""
+    def hold(self) -> None:
+        """Stop reading until `listen`: from before the spawn of the unit's next child until its tree knows it."""
         if self._refill is not None:
             self._refill.cancel()
+            self._refill = None
         self._pause()
+
+    def close(self) -> None:
+        """Stop reading and remove the socket."""
+        self.hold()
         self._contains = self._on_notice = None
         self._socket.close()
         if self._path is not None:

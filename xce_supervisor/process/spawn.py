@@ -16,7 +16,7 @@ import os
 import signal
 import stat
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from xce_supervisor.core.words import Identity
@@ -24,10 +24,11 @@ from xce_supervisor.process import privilege, program
 from xce_supervisor.process.births import Births
 from xce_supervisor.process.failure import SpawnError, signature
 from xce_supervisor.process.identity import read_identity
-from xce_supervisor.process.stdio import Append, Inherit, Journal, Null, Stdio, Warn, open_stream
+from xce_supervisor.process.stdio import Append, Given, Inherit, Journal, Null, Stdio, Warn, open_stream
 
 __all__ = [
     "Append",
+    "Given",
     "Inherit",
     "Journal",
     "Null",
@@ -73,49 +74,71 @@ def _silent(_text: str) -> None:
     """Take a warning and drop it: for callers that gave no `warn`."""
 
 
-def spawn(spec: SpawnSpec, births: Births | None = None, warn: Warn = _silent) -> Identity:
+def _nothing() -> None:
+    """Stand in for an `at_birth` that nobody gave."""
+
+
+def spawn(
+    spec: SpawnSpec, births: Births | None = None, warn: Warn = _silent, at_birth: Callable[[], object] = _nothing
+) -> Identity:
     """Start the program and return who it is. Blocks: call it in a lane's thread, never in the main one.
 
     births: where the birth is announced, so that the reaper of orphans leaves it alone; give the one of `Exits`.
-    warn: called in this thread with what went less well than asked (output that goes elsewhere).
+    warn: called in this thread with what went less well than asked (output that goes elsewhere). at_birth: called in this thread
+    when everything that may take long is done and the process is about to exist.
 
     Raises SpawnError, which says whether trying again helps. Any other exception is a bug.
     """
     _check(spec)
     births = births or Births()
-    if not _own_context():
-        return _spawn_here(spec, births, warn, own_context=False)
-    with _context_restored():
-        return _spawn_here(spec, births, warn, own_context=True)
+    own_context = _own_context()
+    with _context_restored() if own_context else contextlib.nullcontext():
+        plan = _prepare(spec, own_context)
+        with _streams(spec, warn) as actions:
+            at_birth()
+            with births.expected():
+                seal_descriptors()
+                if own_context:
+                    os.umask(spec.umask)
+                pid = _exec(plan, spec, actions)
+                identity = read_identity(pid)
+                if identity is None:
+                    raise AssertionError(
+                        f"child {pid} was reaped before it was watched: SIGCHLD is ignored, or another reaper runs"
+                    )
+                births.claim(identity)
+    return identity
 
 
-def _spawn_here(spec: SpawnSpec, births: Births, warn: Warn, *, own_context: bool) -> Identity:
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What is executed, and what might be wrong with it."""
+
+    path: str
+    argv: list[str]
+    doubt: SpawnError | None
+
+
+def _prepare(spec: SpawnSpec, own_context: bool) -> _Plan:
+    """Do what may take long or fail: enter the directory, read the program, find the tools."""
     _enter(spec, own_context)
     path = program.find(spec.argv[0], spec.env)
     if not own_context and not path.startswith("/"):
         path = os.path.join(spec.cwd, path)
     doubt = program.examine(path)
     chain = [*_context_chain(spec, own_context), *privilege.limit_chain(spec.limits), *privilege.user_chain(spec, path)]
-    if chain and doubt is not None and not program.foreign_formats():
+    if not chain:
+        return _Plan(path, list(spec.argv), doubt)
+    if doubt is not None and not program.foreign_formats():
         raise doubt  # the tools would run the file as a shell script instead of refusing it
-    argv = [*chain, path, *spec.argv[1:]] if chain else list(spec.argv)
-    with _streams(spec, warn) as actions, births.expected():
-        seal_descriptors()
-        if own_context:
-            os.umask(spec.umask)
-        pid = _exec(chain[0] if chain else path, argv, spec, actions, doubt)
-        identity = read_identity(pid)
-        if identity is None:
-            raise AssertionError(f"child {pid} was reaped before anybody watched it: SIGCHLD is ignored, or another reaper runs")
-        births.claim(identity)
-    return identity
+    return _Plan(chain[0], [*chain, path, *spec.argv[1:]], doubt)
 
 
-def _exec(path: str, argv: list[str], spec: SpawnSpec, actions: list[tuple[int, int, int]], doubt: SpawnError | None) -> int:
+def _exec(plan: _Plan, spec: SpawnSpec, actions: list[tuple[int, int, int]]) -> int:
     try:
         return os.posix_spawn(
-            path,
-            argv,
+            plan.path,
+            plan.argv,
             spec.env,
             file_actions=actions,
             setsigdef=signal.valid_signals(),
@@ -124,10 +147,10 @@ def _exec(path: str, argv: list[str], spec: SpawnSpec, actions: list[tuple[int, 
         )
     except OSError as error:
         number = error.errno or 0
-        if doubt is not None and number == errno.ENOEXEC:
-            raise doubt from error
+        if plan.doubt is not None and number == errno.ENOEXEC:
+            raise plan.doubt from error
         where = "argv" if number == errno.E2BIG else "exec"
-        raise SpawnError(where, path, number) from error
+        raise SpawnError(where, plan.path, number) from error
     except ValueError as error:
         raise SpawnError("argv", "", errno.EINVAL, detail=str(error)) from error
 

@@ -49,7 +49,14 @@ class Inherit:
     """The supervisor's own stream of that number."""
 
 
-Stdio = Null | Append | Journal | Inherit
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A descriptor of the caller's, who keeps it open until the spawn has returned and answers for what reads its other end."""
+
+    fd: int
+
+
+Stdio = Null | Append | Journal | Inherit | Given
 
 
 def open_stream(stdio: Stdio, number: int, warn: Warn) -> int:
@@ -60,6 +67,8 @@ def open_stream(stdio: Stdio, number: int, warn: Warn) -> int:
     match stdio:
         case Null():
             return _open_null(number)
+        case Given():
+            return int(fcntl.fcntl(stdio.fd, fcntl.F_DUPFD_CLOEXEC, 3))
         case Inherit():
             try:
                 return int(fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, 3))

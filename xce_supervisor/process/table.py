@@ -55,6 +55,11 @@ def descendants(roots: Iterable[int]) -> dict[int, Stat]:
     return found
 
 
+def is_executing(pid: int) -> bool:
+    """Is it in the middle of an exec? Then neither its arguments nor its environment can be read yet: both look empty."""
+    return not read_proc(f"/proc/{pid}/cmdline")
+
+
 def environment(pid: int, names: Iterable[str]) -> dict[str, str]:
     """Return what the process was started with for the wanted variables. Empty for a zombie, or when it may not be read.
 

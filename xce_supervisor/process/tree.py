@@ -7,9 +7,11 @@ them through the subreaper, the session and the marks in the environment (docs/r
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import signal
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from xce_supervisor.core.words import Identity
@@ -29,6 +31,13 @@ class Tree(Protocol):
     @property
     def unit(self) -> str:
         """The name of the unit."""
+
+    @property
+    def path(self) -> str:
+        """Where it is held, for status and the state file: the folder of its cgroup, "" without one."""
+
+    def expecting(self) -> AbstractContextManager[None]:
+        """Announce that a child of this tree is about to be spawned, until it is taken in. A lane's work."""
 
     def adopt_leader(self, identity: Identity, token: str = "") -> None:
         """Take in a process that was just spawned, and all that it has forked meanwhile. Blocks: a lane's work.
@@ -89,10 +98,13 @@ def open_forest(loop: asyncio.AbstractEventLoop, name: str, births: Births, root
     """Return the forest of cgroups where one can be made, else the one of process groups. Blocks for some milliseconds.
 
     name: stable over restarts and held by one live supervisor of this host (the caller holds its lock): whatever is found
-    under it was left by a dead one. root: an explicit cgroup v2 folder; by default the one that we were started in.
+    under it was left by a dead one. root: an explicit cgroup v2 folder; "auto" or None is the one that we were started in; "off"
+    asks for process groups.
     """
+    if root == "off":
+        return group.GroupForest(loop, births, "process groups and the child subreaper: cgroups are off in the configuration")
     try:
-        return cgroup.CgroupForest(loop, name, births, root)
+        return cgroup.CgroupForest(loop, name, births, None if root == "auto" else root)
     except cgroup.CgroupUnusable as error:
         return group.GroupForest(loop, births, f"process groups and the child subreaper: {error}")
 
@@ -102,12 +114,13 @@ def start(spec: SpawnSpec, tree: Tree, births: Births, warn: Warn) -> Identity:
 
     Raises SpawnError. A child that the tree would not take is killed and left to the reaper of orphans.
     """
-    identity = spawn(spec, births, warn)
-    try:
-        tree.adopt_leader(identity, mark.token_of(spec.env))
-    except OSError as error:
-        send_signal(identity, signal.SIGKILL)
-        births.release(identity.pid)
-        number = error.errno or errno.EIO
-        raise SpawnError("tree", str(error.filename or ""), number, permanent=False) from error
+    with contextlib.ExitStack() as opened:
+        identity = spawn(spec, births, warn, lambda: opened.enter_context(tree.expecting()))
+        try:
+            tree.adopt_leader(identity, mark.token_of(spec.env))
+        except OSError as error:
+            send_signal(identity, signal.SIGKILL)
+            births.release(identity.pid)
+            number = error.errno or errno.EIO
+            raise SpawnError("tree", str(error.filename or ""), number, permanent=False) from error
     return identity
