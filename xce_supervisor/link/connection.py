@@ -196,7 +196,7 @@ class Connection:
                 self._take_push(cast(Message, frame.body))
 
     def _take_reply(self, number: int, body: Body) -> None:
-        waiting = self._waiting.pop(number, None)
+        waiting = self._waiting.get(number)
         if waiting is None:
             if not 0 < number <= self._last_id:
                 raise MalformedFrame(f"a reply to request {number}, which was never sent")
@@ -204,6 +204,7 @@ class Connection:
             return
         if isinstance(body, Message) and body.opcode != waiting.opcode:
             raise MalformedFrame(f"{type(body).__name__} came as the reply to {waiting.opcode.name}")
+        del self._waiting[number]
         if not waiting.future.done():
             waiting.future.set_result(body)
 

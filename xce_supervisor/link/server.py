@@ -150,6 +150,7 @@ class Server:
             self._forget(connection, "")
         except BaseException:
             sock.close()
+            self._forget(connection, "")
             raise
 
     def _welcome(self, connection: Connection) -> None:
