@@ -74,6 +74,22 @@ def test_s9_a_child_that_never_joins_is_treated_as_wedged_after_the_join_timeout
     assert wedged.reason == "not joined"
 
 
+def test_s9_a_stopped_child_that_loses_its_session_still_owes_what_it_owed() -> None:
+    """docs/rules.md S9: heartbeats end after 3 s; the stall is found out at 10 s plus the confirmation, not at 3 s plus 10 s."""
+    world = joined_world()
+    poll(world, 3, pushed=6, acted=5, oldest_ms=0)
+    none = Session(False, "", "", 0, 0, None)
+    for _ in range(4 * 7 - 1):
+        world.advance(250)
+        world.answer(term=1, session=none)
+    assert "child.wedged" not in world.kinds()
+    for _ in range(6):
+        world.advance(250)
+        world.answer(term=1, session=none)
+    wedged = next(record for _, record in world.records if record.kind == "child.wedged")
+    assert wedged.reason != "not joined"
+
+
 def test_s9_a_foreign_session_is_not_taken_for_our_childs() -> None:
     """docs/rules.md S3, S9: only the session with our own spawn token counts as joined."""
     world = World()

@@ -2,7 +2,7 @@
 
 Wedged means: the oldest push has not been acted on for `stall_timeout`, seen twice at least `stall_confirm` apart with no
 progress between. A child that has no session for `join_timeout`, counted from its spawn or from the loss of its session, is
-treated likewise. An idle child has nothing unacknowledged and is never wedged. Only the session that shows our own spawn
+treated likewise; one that lost its session while it owed something goes on owing it. An idle child has nothing unacknowledged and is never wedged. Only the session that shows our own spawn
 token counts: a stranger's progress is not our child's.
 
 The controller's own absence is credited: an age it measured while its loop stood still says nothing about the child.
@@ -38,12 +38,16 @@ class Suspect:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """What we know of one child's progress. join_by: set while it has no session; None while it has one."""
+    """What we know of one child's progress. join_by: set while it has no session; None while it has one.
+
+    stall_ns: age of the oldest push not acted on, at the last look. owed_since: when that push was sent, by our clocks; kept when
+    the session is lost, because what is owed stays owed: a stopped child loses its session long before it is found out otherwise.
+    """
 
     join_by: Deadline | None
-    joined_once: bool = False
     suspect: Suspect | None = None
     stall_ns: int = 0
+    owed_since: Now | None = None
 
     @property
     def joined(self) -> bool:
@@ -71,25 +75,43 @@ def judge(
     session: of the answer. token: our child's spawn token. loop_gap_ns: the controller's longest recent pause.
     """
     if not (session.joined and session.spawn_token == token):
-        if watch.join_by is None:  # it had a session and lost it
-            return replace(watch, join_by=now.after(policy.join_timeout_ns), suspect=None, stall_ns=0), None
-        if watch.join_by.waited_out(now):
-            return watch, Wedged("not joined", watch.stall_ns)
-        return watch, None
+        return _judge_absent(watch, now, policy)
     age_ns = session.oldest_unacked_ns or 0
     credit_ns = loop_gap_ns if loop_gap_ns >= GAP_NS_MIN else 0
-    joined = replace(watch, join_by=None, joined_once=True, stall_ns=age_ns)
+    owed_since = None if session.oldest_unacked_ns is None else Now(now.mono_ns - age_ns, now.boot_ns - age_ns)
+    joined = replace(watch, join_by=None, stall_ns=age_ns, owed_since=owed_since)
     if age_ns < policy.stall_timeout_ns + credit_ns:
         return replace(joined, suspect=None), None
+    return _suspect(joined, session.last_acted_seq, now, policy)
+
+
+def _judge_absent(watch: Watch, now: Now, policy: StallPolicy) -> tuple[Watch, Wedged | None]:
+    """Judge a child that has no session: by the time it has been without, and by what it owed when it lost it."""
+    if watch.join_by is None:
+        watch = replace(watch, join_by=now.after(policy.join_timeout_ns))
+    elif watch.join_by.waited_out(now):
+        return watch, Wedged("not joined", watch.stall_ns)
+    if watch.owed_since is None:
+        return watch, None
+    watch = replace(watch, stall_ns=now.waited(watch.owed_since))
+    if watch.stall_ns < policy.stall_timeout_ns:
+        return watch, None
+    return _suspect(watch, watch.suspect.acted_seq if watch.suspect is not None else -1, now, policy)
+
+
+def _suspect(watch: Watch, acted_seq: int, now: Now, policy: StallPolicy) -> tuple[Watch, Wedged | None]:
+    """A stall was seen: the first time it is a suspicion; later, without progress between, it is a verdict."""
     suspect = watch.suspect
-    if suspect is None or session.last_acted_seq != suspect.acted_seq:
-        return replace(joined, suspect=Suspect(session.last_acted_seq, now)), None
+    if suspect is None or suspect.acted_seq != acted_seq:
+        return replace(watch, suspect=Suspect(acted_seq, now)), None
     if now.waited(suspect.at) >= policy.stall_confirm_ns:
-        return joined, Wedged("stalled", age_ns)
-    return joined, None
+        return watch, Wedged("stalled", watch.stall_ns)
+    return watch, None
 
 
 def credited(watch: Watch, gap_ns: int) -> Watch:
     """Return the watch after our own absence: deadlines move out, a suspicion starts anew (S10)."""
     join_by = watch.join_by.credited(gap_ns) if watch.join_by is not None else None
-    return replace(watch, join_by=join_by, suspect=None)
+    owed = watch.owed_since
+    owed_since = None if owed is None else Now(owed.mono_ns + gap_ns, owed.boot_ns + gap_ns)
+    return replace(watch, join_by=join_by, suspect=None, owed_since=owed_since)

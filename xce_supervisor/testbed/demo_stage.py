@@ -142,15 +142,24 @@ class Stage:
                     folder=host.folder, name=host.name, address=host.address, pki=self.pki, group=self.group or "off"
                 )
             )
+        for host in self.hosts:  # first, as on a host that boots: a promotion is then seen when it happens
+            self.start_supervisor(host)
+        await self._supervisors_up()
         for host in self.hosts:
             self.start_controller(host)
-        for host in self.hosts:
-            self.start_supervisor(host)
         for n in range(_WORKERS):
             name = f"w{n + 1}"
             argv = ["worker", "--name", name, "--controllers", ",".join(each.address for each in self.hosts)]
             argv += ["--dir", str(self.folder / name), "--slots", str(_SLOTS), "--pki", str(self.pki)]
             self.workers.append(self._spawn("testbed", argv, self.folder / f"{name}.log"))
+
+    async def _supervisors_up(self) -> None:
+        """Wait, for a bounded time, until every supervisor has its control socket."""
+        give_up = asyncio.get_running_loop().time() + 10.0
+        while not all((host.folder / "run" / "control.sock").exists() for host in self.hosts):
+            if asyncio.get_running_loop().time() > give_up:
+                return  # the story will tell; its own bounds hold
+            await asyncio.sleep(0.02)
 
     async def _start_etcd(self) -> None:
         binary = shutil.which("etcd")
