@@ -16,6 +16,7 @@ import msgspec
 from xce_supervisor import __version__
 from xce_supervisor.cli.asking import VARIABLE, config_file, failed, places_of, tell, who
 from xce_supervisor.cli.entry import ExitCode, enter
+from xce_supervisor.cli.slim import load_structlog_alone
 from xce_supervisor.cli.words import clean
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -47,6 +48,7 @@ def run(config: str | None) -> int:
 
     SIGHUP reads the configuration again, SIGTERM ends it; children whose units say so go on, for the next one to adopt.
     """
+    load_structlog_alone()
     from xce_supervisor.config import load
     from xce_supervisor.supervisor.program import run as run_supervisor
 

@@ -16,6 +16,7 @@ import msgspec
 
 from xce_supervisor import __version__
 from xce_supervisor.cli.entry import ExitCode, enter
+from xce_supervisor.cli.slim import load_structlog_alone
 from xce_supervisor.cli.testbed_options import (
     cluster_options,
     json_option,
@@ -71,10 +72,10 @@ def controller(
     stay_primary: bool,
 ) -> int:
     """Run one controller until SIGTERM."""
+    _log()
     from xce_supervisor.testbed.controller import serve
     from xce_supervisor.testbed.controller_config import ControllerConfig
 
-    _log()
     return serve(
         ControllerConfig(
             controller_id=controller_id,
@@ -114,10 +115,10 @@ def scheduler(
     fault: str,
 ) -> int:
     """Run one scheduler, pinned to one controller. What the unit `scheduler` runs."""
+    _log()
     from xce_supervisor.testbed.scheduler import SchedulerConfig, serve
     from xce_supervisor.testbed.scheduler_faults import parse_faults
 
-    _log()
     return serve(
         SchedulerConfig(
             address=address,
@@ -148,9 +149,9 @@ def worker(
     tls_key: str,
 ) -> int:
     """Run one worker until SIGTERM."""
+    _log()
     from xce_supervisor.testbed.worker import WorkerConfig, serve
 
-    _log()
     return serve(
         WorkerConfig(
             name=name,
@@ -343,7 +344,8 @@ def _ended(code: ExitCode, text: str) -> click.exceptions.Exit:
 
 
 def _log() -> None:
-    """Processes log as one JSON object a line on standard error."""
+    """Processes log as one JSON object a line on standard error. Comes before all imports of a process: see `cli.slim`."""
+    load_structlog_alone()
     from xce_supervisor.supervisor import logs
 
     logs.set_up("info", "json")
