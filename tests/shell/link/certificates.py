@@ -26,6 +26,7 @@ class Authority:
         self._name = _named(f"test {name}")
         builder = _builder(self._name, self._name, self._key, days=30)
         builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        builder = builder.add_extension(self._identifier(), critical=False)
         self.path.write_bytes(builder.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
 
     def issue(
@@ -34,6 +35,9 @@ class Authority:
         """Write STEM.pem and STEM.key with these names; days below 0: expired that long ago."""
         key = ec.generate_private_key(ec.SECP256R1())
         builder = _builder(_named(stem), self._name, key, days)
+        # Two authorities of one name, old and new, are told apart by this.
+        of_authority = x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(self._identifier())
+        builder = builder.add_extension(of_authority, critical=False)
         alternatives = [*(x509.UniformResourceIdentifier(uri) for uri in uris), *(x509.DNSName(host) for host in hosts)]
         if alternatives:
             builder = builder.add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
@@ -42,6 +46,9 @@ class Authority:
         sealed = serialization.BestAvailableEncryption(pass_phrase) if pass_phrase else serialization.NoEncryption()
         files.key.write_bytes(key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, sealed))
         return files
+
+    def _identifier(self) -> x509.SubjectKeyIdentifier:
+        return x509.SubjectKeyIdentifier.from_public_key(self._key.public_key())
 
     def source(self, role: str, name: str) -> TlsSource:
         """The contexts of a peer with an XCE name of cluster "test"."""
