@@ -109,7 +109,7 @@ class Program:
         self._lanes = Lanes(loop, _LANES, _LANES_CAP)
         self._state_file = StateFile(self._places.state_file, this_host(), config.controller.id)
         self._tls = _tls(config)
-        self._forest = open_forest(loop, forest_name(config), self._exits.births, _cgroup_root(config))
+        self._forest = open_forest(loop, forest_name(config), self._exits.births, config.folders.cgroup_root)
         self._mark = str(supervisor.state_dir)
         self._children = Children(
             loop,
@@ -355,11 +355,6 @@ def _with_places_of(old: Config, new: Config) -> Config:
     supervisor = structs.replace(new.supervisor, state_dir=old.supervisor.state_dir, run_dir=old.supervisor.run_dir)
     folders = structs.replace(new.folders, cgroup_root=old.folders.cgroup_root)
     return structs.replace(new, supervisor=supervisor, controller=old.controller, folders=folders)
-
-
-def _cgroup_root(config: Config) -> str | None:
-    root = config.folders.cgroup_root
-    return None if root in {"auto", "off"} else root
 
 
 def _tls(config: Config) -> TlsSource | None:
