@@ -86,7 +86,6 @@ class Lanes:
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)  # general threads wait here
         self._stop_work = threading.Condition(self._lock)  # reserved threads wait here
-        self._idle = 0  # general threads that wait
         self._closed = False
         self._emptied: asyncio.Event | None = None
         self.threads = [threading.Thread(target=self._serve, name=f"{name}-{n}", daemon=True) for n in range(threads)]
@@ -113,10 +112,9 @@ class Lanes:
         self._held[kind] += 1
         with self._lock:
             self._queues[kind].append(task)
-            if kind is Kind.STOP and not self._idle:
-                self._stop_work.notify()
-            else:
-                self._work.notify()
+            self._work.notify()
+            if kind is Kind.STOP:
+                self._stop_work.notify()  # both: whoever is free first takes it, the other goes back to sleep
         return Submitted.ACCEPTED
 
     def cancel(self, key: str) -> bool:
@@ -171,9 +169,7 @@ class Lanes:
                 while not stops and not works:
                     if self._closed:
                         return
-                    self._idle += 1
                     self._work.wait()
-                    self._idle -= 1
                 task = stops.popleft() if stops else works.popleft()
             self._run(task)
 
