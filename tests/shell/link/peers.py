@@ -226,3 +226,50 @@ async def playing(act: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Aw
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
+
+
+class Relay:
+    """A proxy that can stop forwarding without closing anything: the network has swallowed the connection."""
+
+    def __init__(self, port: int) -> None:
+        self._to = port
+        self._pumps: set[asyncio.Task[None]] = set()
+        self._writers: list[asyncio.StreamWriter] = []
+        self._flowing = asyncio.Event()
+        self._flowing.set()
+        self._server: asyncio.Server | None = None
+        self.address = ""
+
+    async def __aenter__(self) -> Relay:
+        self._server = await asyncio.start_server(self._begin, "127.0.0.1", 0)
+        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._server is not None
+        self._server.close()
+        for pump in self._pumps:
+            pump.cancel()
+        await asyncio.gather(*self._pumps, return_exceptions=True)
+        for writer in self._writers:
+            writer.transport.abort()
+
+    def swallow(self) -> None:
+        """Forward nothing more; both kernels go on acknowledging."""
+        self._flowing.clear()
+
+    async def _begin(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection("127.0.0.1", self._to)
+        self._writers += [writer, back]
+        for source, sink in ((reader, back), (there, writer)):
+            self._pumps.add(asyncio.create_task(self._pump(source, sink)))
+
+    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        try:
+            while data := await source.read(65536):
+                await self._flowing.wait()
+                sink.write(data)
+            await self._flowing.wait()
+            sink.close()
+        except ConnectionError:
+            sink.close()
