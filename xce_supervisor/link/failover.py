@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NoReturn
 
@@ -21,6 +22,7 @@ log = structlog.get_logger("link")
 
 _BACKOFF_S = 0.05
 _BACKOFF_S_MAX = 1.0
+_BRIEF_S = 1.0
 _ENTER_S = 2.0  # connection and join of one candidate
 _REDIRECTS_MAX = 3  # in a row without a pause: two standbys that name each other must not make a busy loop
 _TOLD_MAX = 64
@@ -86,8 +88,13 @@ class FailoverConnection:
 
     async def run(self) -> NoReturn:
         """Keep a session until cancelled. Ends otherwise only by a bug: what on_joined raises beside PeerError."""
+        loop = asyncio.get_running_loop()
+        brief = 0  # sessions in a row that were over at once: a primary that takes joins and then fails is not hammered
         while True:
+            if brief > 1:
+                await asyncio.sleep(random.uniform(0, min(_BACKOFF_S_MAX, _BACKOFF_S * 2**brief)))
             connection, joined = await self._enter_one()
+            since = loop.time()
             self._current, self._resume, self._redirects = (connection, joined), joined.session_id, 0
             self._ready.set()
             self._told.clear()
@@ -98,6 +105,7 @@ class FailoverConnection:
                 self._ready.clear()
                 self._current = None
                 connection.close("the session is over")
+            brief = min(brief + 1, 16) if loop.time() - since < _BRIEF_S else 0
 
     async def request(self, message: Asked, deadline_s: float, idempotent: bool = True) -> Answer:
         """Send a request to the primary; wait for a session, and try again over a fail-over, until the deadline.
