@@ -31,7 +31,7 @@ from xce_supervisor.process import mark
 from xce_supervisor.process.births import Births
 from xce_supervisor.process.exits import Exited, Exits
 from xce_supervisor.process.lanes import Kind, Lanes, Outcome, Submitted
-from xce_supervisor.process.spawn import Append, SpawnSpec, spawn
+from xce_supervisor.process.spawn import Append, SpawnSpec, seal_descriptors, spawn
 from xce_supervisor.process.tree import Forest, open_forest, start
 
 T = TypeVar("T")
@@ -232,6 +232,7 @@ def main() -> None:
     import uvloop
 
     about = json.loads(sys.argv[1])
+    seal_descriptors()
     if os.getpid() != 1:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # pytest was killed: clean up and go
     factory = uvloop.new_event_loop if about["loop"] == "uvloop" else asyncio.new_event_loop

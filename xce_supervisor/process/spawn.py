@@ -97,7 +97,7 @@ def spawn(
         with _streams(spec, warn) as actions:
             at_birth()
             with births.expected():
-                seal_descriptors()
+                _close_on_exec()
                 if own_context:
                     os.umask(spec.umask)
                 pid = _exec(plan, spec, actions)
@@ -252,10 +252,24 @@ def _own_context() -> bool:
 
 
 def seal_descriptors() -> None:
-    """Mark every descriptor above 2 of this process as closed on exec. Call it at start, before any child (docs/rules.md S18).
+    """Put our own descriptors in order: call it once, at start, before any is opened (docs/rules.md S18).
 
-    Whoever started us may have left inheritable ones (7, 10, a lock, a port), and a C library may open more, so spawn calls
-    it again each time: it is one system call. Falls back to /proc/self/fd on kernels before 5.11.
+    Whoever started us may have left inheritable descriptors (7, 10, a lock, a port): all above 2 are closed on exec from now on.
+    A closed standard stream is opened to /dev/null, or the next file of ours would become it, and the child's.
+    """
+    for fd in (0, 1, 2):
+        try:
+            fcntl.fcntl(fd, fcntl.F_GETFD)
+        except OSError:
+            os.open(os.devnull, os.O_RDONLY if fd == 0 else os.O_WRONLY)  # the lowest free number, which is this one
+            os.set_inheritable(fd, True)
+    _close_on_exec()
+
+
+def _close_on_exec() -> None:
+    """Mark every descriptor above 2. One system call, so it is made again before each spawn: a C library may have opened more.
+
+    Falls back to /proc/self/fd on kernels before 5.11.
     """
     if _libc().close_range(ctypes.c_uint(3), ctypes.c_uint(0xFFFFFFFF), ctypes.c_int(_CLOSE_RANGE_CLOEXEC)) == 0:
         return
