@@ -1,0 +1,145 @@
+"""docs/rules.md S16: one supervisor per controller, by a lock that no child inherits; the loser touches nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.process.stage import BOUND_S, ROOT, in_lane, shell, until, wait_code
+from xce_supervisor.process.single import AlreadyRunning, acquire
+from xce_supervisor.process.spawn import spawn
+
+HOLDER = """
+import sys, threading
+from functools import partial
+from pathlib import Path
+from xce_supervisor.process.single import AlreadyRunning, acquire
+sys.stdin.readline()
+try:
+    held = acquire(Path(sys.argv[1]))
+except AlreadyRunning as error:
+    print("lost", error.pid, flush=True)
+    sys.exit(0)
+child = ""
+if len(sys.argv) > 2:
+    from tests.process.stage import in_lane, shell
+    from xce_supervisor.process.spawn import spawn
+    child = in_lane(partial(spawn, shell("exec sleep 50"))).pid
+print("won", child, flush=True)
+sys.stdin.readline()
+"""
+
+
+def holder(path: Path, *more: str) -> subprocess.Popen[str]:
+    """Start a process that takes the lock when it is told to, and ends when its input does."""
+    command = [sys.executable, "-c", HOLDER, str(path), *more]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(command, cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def told(process: subprocess.Popen[str]) -> list[str]:
+    assert process.stdout is not None
+    return process.stdout.readline().split()
+
+
+def go(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    process.communicate(timeout=BOUND_S)
+
+
+@pytest.mark.parametrize("round_number", range(3))
+def test_of_eight_that_start_in_the_same_instant_one_wins(tmp_path: Path, round_number: int) -> None:
+    """docs/rules.md S16: exactly one holds the lock, and every loser names the winner's pid."""
+    several = [holder(tmp_path / "lock") for _ in range(8)]
+    try:
+        for process in several:
+            go(process)
+        answers = {process.pid: told(process) for process in several}
+        winners = [pid for pid, answer in answers.items() if answer[0] == "won"]
+        assert len(winners) == 1, (round_number, answers)
+        losers = [answer for pid, answer in answers.items() if pid != winners[0]]
+        assert losers == [["lost", str(winners[0])]] * 7
+    finally:
+        for process in several:
+            end(process)
+
+
+def test_the_loser_touches_nothing(tmp_path: Path) -> None:
+    """docs/rules.md S16: content, inode and times of the lock file are the winner's, and nothing else appears."""
+    path = tmp_path / "lock"
+    with acquire(path):
+        before, names = path.stat(), os.listdir(tmp_path)
+        for _ in range(3):
+            with pytest.raises(AlreadyRunning) as caught:
+                acquire(path)
+            assert caught.value.pid == os.getpid() and str(path) in str(caught.value)
+        after = path.stat()
+        assert (after.st_ino, after.st_mtime_ns, after.st_size) == (before.st_ino, before.st_mtime_ns, before.st_size)
+        assert os.listdir(tmp_path) == names and path.read_text(encoding="ascii") == f"{os.getpid()}\n"
+    with acquire(path) as again:
+        assert again.path == path
+
+
+def test_no_child_holds_the_lock_of_a_dead_supervisor(tmp_path: Path) -> None:
+    """docs/rules.md S16: kill -9 the holder; the next one wins at once although the holder's child lives on."""
+    process = holder(tmp_path / "lock", "with a child")
+    go(process)
+    won, child = told(process)
+    try:
+        assert won == "won"
+        with pytest.raises(AlreadyRunning):
+            acquire(tmp_path / "lock")
+        process.kill()
+        end(process)
+        os.kill(int(child), 0)  # the child lives
+        acquire(tmp_path / "lock").release()
+    finally:
+        os.kill(int(child), signal.SIGKILL)
+    until(lambda: not os.path.exists(f"/proc/{child}"), "init has reaped the child")
+
+
+def test_a_lock_file_that_was_removed_is_not_locked_twice(tmp_path: Path) -> None:
+    """docs/rules.md S16: who removes the file gets a second lock, but never two on the same file; a link is refused."""
+    path = tmp_path / "lock"
+    first = acquire(path)
+    path.unlink()
+    second = acquire(path)
+    with pytest.raises(AlreadyRunning):
+        acquire(path)
+    second.release()
+    second.release()
+    first.release()
+    (tmp_path / "victim").write_text("kept", encoding="ascii")
+    (tmp_path / "link").symlink_to(tmp_path / "victim")
+    with pytest.raises(OSError, match="symbolic"):
+        acquire(tmp_path / "link")
+    assert (tmp_path / "victim").read_text(encoding="ascii") == "kept"
+
+
+def test_a_dead_predecessors_pid_is_not_taken_for_the_winners(tmp_path: Path) -> None:
+    """docs/rules.md S16: before the winner has written its pid the file holds an old one; the loser does not name that."""
+    import fcntl
+
+    path = tmp_path / "lock"
+    gone = in_lane(partial(spawn, shell("exit 0")))
+    wait_code(gone)
+    path.write_text(f"{gone.pid}\n", encoding="ascii")
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        with pytest.raises(AlreadyRunning) as caught:
+            acquire(path)
+        assert caught.value.pid is None and "has not written" in str(caught.value)
+    finally:
+        os.close(fd)
