@@ -43,6 +43,7 @@ from xce_supervisor.core.child_words import (
     Record,
     RestartAsked,
     Resting,
+    RoleConfirmed,
     Run,
     Rung,
     Running,
@@ -86,6 +87,11 @@ def _handle(child: Child, event: ChildEvent, now: Now, policy: UnitPolicy) -> St
     match event:
         case WantChanged(want):
             return replace(child, want=want), ()
+        case RoleConfirmed(asked_at):
+            life = child.life
+            if isinstance(life, Waiting) and life.confirm_after is not None and asked_at.mono_ns > life.confirm_after.mono_ns:
+                return replace(child, life=replace(life, confirm_after=None)), ()
+            return child, ()
         case Spawned():
             return _on_spawned(child, event, now, policy)
         case SpawnFailed():
@@ -282,7 +288,7 @@ def _reconcile(child: Child, now: Now, policy: UnitPolicy) -> Step:
             if may_start(child, now):
                 return _start(child, now)
         case Waiting():
-            if confirmed(life, want) and life.until.waited_out(now) and may_start(child, now):
+            if life.confirm_after is None and life.until.waited_out(now) and may_start(child, now):
                 return _start(child, now)
         case Blocked():
             if life.retry.waited_out(now) and may_start(child, now):
@@ -303,13 +309,6 @@ def may_start(child: Child, now: Now) -> bool:
     """Startable, and the hold-down (S8) is over."""
     want = child.want
     return isinstance(want, Want) and startable(child) and (want.not_before is None or want.not_before.waited_out(now))
-
-
-def confirmed(life: Waiting, want: Want | Unwanted) -> bool:
-    """Was the binding confirmed by an answer asked for after the end of the last child, where that is needed?"""
-    if life.confirm_after is None:
-        return True
-    return isinstance(want, Want) and want.confirmed_at is not None and want.confirmed_at.mono_ns > life.confirm_after.mono_ns
 
 
 def _credited(life: Life, gap_ns: int) -> Life:
@@ -333,7 +332,7 @@ def next_deadline(child: Child, policy: UnitPolicy) -> Deadline | None:
         case Stopping(deadline=deadline):
             return deadline
         case Waiting(until=until):
-            return later_of(until, hold) if startable(child) and confirmed(life, child.want) else None
+            return later_of(until, hold) if startable(child) and life.confirm_after is None else None
         case Blocked(retry=retry):
             return later_of(retry, hold) if startable(child) else None
         case Resting():

@@ -64,15 +64,11 @@ class Rung(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """A child is wanted for `binding`. startable: may a new one be started now (role fresh)? not_before: hold-down (S8).
-
-    confirmed_at: when the last answer that confirmed the binding was asked for; None for unbound units.
-    """
+    """A child is wanted for `binding`. startable: may a new one be started now (role fresh)? not_before: hold-down (S8)."""
 
     binding: Binding
     startable: bool = True
     not_before: Deadline | None = None
-    confirmed_at: Now | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +227,13 @@ class WantChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class RoleConfirmed:
+    """An answer asked for at `asked_at` said that the wanted binding still holds."""
+
+    asked_at: Now
+
+
+@dataclass(frozen=True, slots=True)
 class Spawned:
     generation: int
     identity: Identity
@@ -334,8 +337,8 @@ class Ticked:
 
 
 ChildEvent = (
-    WantChanged | Spawned | SpawnFailed | SpawnCancelled | LeaderExited | TreeEmptied | SessionSeen | Readied | Probed
-    | EvidenceKept | Adopted | ProgramChanged | RestartAsked | PauseChanged | GapSeen | Ticked
+    WantChanged | RoleConfirmed | Spawned | SpawnFailed | SpawnCancelled | LeaderExited | TreeEmptied | SessionSeen | Readied
+    | Probed | EvidenceKept | Adopted | ProgramChanged | RestartAsked | PauseChanged | GapSeen | Ticked
 )  # fmt: skip
 
 

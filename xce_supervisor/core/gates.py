@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import assert_never
 
-from xce_supervisor.core import child as child_part
 from xce_supervisor.core import role as role_part
 from xce_supervisor.core.child_words import (
     Blocked,
@@ -87,7 +86,7 @@ def _life_gates(child: Child, unit: UnitPolicy, now: Now) -> list[Gate]:
     match life:
         case Waiting(until=until, why=why):
             gate = _wait_gate("backoff", until, now, f"{why}, {child.failures} in a row")
-            if not gate.closed and not child_part.confirmed(life, child.want):
+            if not gate.closed and life.confirm_after is not None:
                 return [Gate("confirmation", True, "the controller has not confirmed the binding since the last exit")]
             return [gate]
         case Blocked(fault=fault, retry=retry):
@@ -116,7 +115,8 @@ def foreign_session(state: State, child: Child) -> str:
     if run is not None and (run.token == last.session.spawn_token or isinstance(child.life, Starting)):
         return ""
     shown = last.session.spawn_token or "none"
-    return f"the controller holds a scheduler session of {last.session.name or 'a nameless peer'} with spawn token {shown[:8]}, not ours"
+    who = last.session.name or "a nameless peer"
+    return f"the controller holds a scheduler session of {who} with spawn token {shown[:8]}, not ours"
 
 
 def _session_gates(state: State, child: Child) -> list[Gate]:

@@ -173,8 +173,6 @@ def _after(job: Job | None, fact: JobFact) -> Job | None:
         case Dispatched():
             if job is None or job.state is not JobState.PENDING or fact.attempt != job.attempt + 1:
                 return None
-            if job.attempt and not job.spec.rerunnable:
-                return None
             return replace(job, state=JobState.DISPATCHED, attempt=fact.attempt, worker=fact.worker, exit_code=None, reason="")
         case Began():
             if job is None or job.state is not JobState.DISPATCHED or fact.attempt != job.attempt:

@@ -2,8 +2,8 @@
 
 Wedged means: the oldest push has not been acted on for `stall_timeout`, seen twice at least `stall_confirm` apart with no
 progress between. A child that has no session for `join_timeout`, counted from its spawn or from the loss of its session, is
-treated likewise; one that lost its session while it owed something goes on owing it. An idle child has nothing unacknowledged and is never wedged. Only the session that shows our own spawn
-token counts: a stranger's progress is not our child's.
+treated likewise; one that lost its session while it owed something goes on owing it. An idle child owes nothing and is never
+wedged. Only the session that shows our own spawn token counts: a stranger's progress is not our child's.
 
 The controller's own absence is credited: an age it measured while its loop stood still says nothing about the child.
 """

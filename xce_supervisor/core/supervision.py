@@ -31,12 +31,14 @@ from xce_supervisor.core.child_words import (
     Record,
     RestartAsked,
     Resting,
+    RoleConfirmed,
     Running,
     SessionSeen,
     StopReason,
     Ticked,
     UnitPolicy,
     Unwanted,
+    Waiting,
     Want,
     WantChanged,
     live_run,
@@ -207,13 +209,14 @@ def step(state: State, event: Event, now: Now, policy: Policy) -> Step:
     before = state.role
     state = replace(state, role=role_part.step(before, role_event, now, policy.role))
     effects = (*effects, *_role_records(before, state.role))
-    session = _session_of(state.role, event.answer) if isinstance(event, Answered) else None
-    for name in tuple(state.children):
-        happened = [every]
-        if name in restart:
-            happened.append(RestartAsked("reload"))
-        if session is not None and _unit(state, policy, name).role_bound:
-            happened.append(session)
+    told = _told(state.role, event.answer) if isinstance(event, Answered) else ()
+    for name, child in tuple(state.children.items()):
+        unit_policy = _unit(state, policy, name)
+        happened: list[ChildEvent] = [RestartAsked("reload")] if name in restart else []
+        if unit_policy.role_bound:
+            happened += (each for each in told if _concerns(each, child, unit_policy))
+        if not isinstance(every, Ticked) or (not happened and _is_due(state, child, name, unit_policy, now)):
+            happened.insert(0, every)
         for child_event in happened:
             state, more = _one(state, name, child_event, now, policy)
             effects = (*effects, *more)
@@ -221,6 +224,29 @@ def step(state: State, event: Event, now: Now, policy: Policy) -> Step:
         effects = (*effects, Leave())
     check(state)
     return state, effects
+
+
+def _is_due(state: State, child: Child, name: str, unit: UnitPolicy, now: Now) -> bool:
+    """Has a deadline of the child passed, or is something else wanted now? All others need no look: a hundred units may idle."""
+    deadline = child_part.next_deadline(child, unit)
+    return (deadline is not None and deadline.waited_out(now)) or _want(state, name, unit) != child.want
+
+
+def _told(role: RoleState, answer: Answer) -> tuple[SessionSeen | RoleConfirmed, ...]:
+    """Return what a believed answer of a primary tells role-bound children: the binding holds, and what session there is."""
+    if not isinstance(role.is_, Primary) or role.last is not answer:
+        return ()
+    confirmed = RoleConfirmed(answer.asked_at)
+    if answer.session is None:
+        return (confirmed,)
+    return confirmed, SessionSeen(role.is_.binding, answer.session, answer.loop_gap_ns)
+
+
+def _concerns(event: SessionSeen | RoleConfirmed, child: Child, unit: UnitPolicy) -> bool:
+    """Would this child do anything about it?"""
+    if isinstance(event, SessionSeen):
+        return unit.session_readiness
+    return isinstance(child.life, Waiting) and child.life.confirm_after is not None
 
 
 def _one(state: State, name: str, event: ChildEvent, now: Now, policy: Policy) -> Step:
@@ -291,8 +317,8 @@ def _want(state: State, name: str, unit: UnitPolicy) -> Want | Unwanted:
     if not unit.role_bound:
         return Want(ALWAYS, startable=not leaving)
     match role.is_:
-        case Primary(binding=binding, confirmed_at=confirmed_at):
-            return Want(binding, not leaving, role.startable_at, confirmed_at)
+        case Primary(binding=binding):
+            return Want(binding, not leaving, role.startable_at)
         case Standby(gate=gate):
             text = f"promotion refused by gate {gate}" if gate else "controller is standby"
             return Unwanted(StopReason.DEMOTED, text)
@@ -302,13 +328,6 @@ def _want(state: State, name: str, unit: UnitPolicy) -> Want | Unwanted:
             return Unwanted(StopReason.ROLE_LOST, f"role unknown: {reason}")
         case _:
             assert_never(role.is_)
-
-
-def _session_of(role: RoleState, answer: Answer) -> SessionSeen | None:
-    """Return the answer's session as an event, if the answer was believed and is of the binding that is held."""
-    if not isinstance(role.is_, Primary) or answer.session is None or role.last is not answer:
-        return None
-    return SessionSeen(role.is_.binding, answer.session, answer.loop_gap_ns)
 
 
 def _role_records(before: RoleState, after: RoleState) -> tuple[Record, ...]:

@@ -124,7 +124,7 @@ class Children:
                 raise AssertionError(f"not an effect on a child's processes: {effect}")
 
     def adopt(self, unit: str, living: Living, survivors: list[Identity]) -> None:
-        """Take over a former supervisor's child. survivors: its whole tree as found, the leader first. Blocks briefly, at start."""
+        """Take over a former supervisor's child. survivors: its whole tree as found, the leader first. Blocks briefly."""
         assert living.identity is not None, "a survivor has a leader"
         self.living[unit] = living
         self._forest.tree(unit).adopt_survivors(survivors, living.token)

@@ -44,6 +44,9 @@ class Driver:
         self._quiet_ns = quiet_ns
         self._queue: deque[Event] = deque()
         self._busy = False
+        self._settling = False
+        self._closed = False
+        self._loop = loop
         self._fed_at: Now = clock.now()
         self.gap_ns_max = 0
         self._alarm = Alarm(loop, self._on_alarm)
@@ -61,13 +64,15 @@ class Driver:
                 self.state, effects = supervision.step(self.state, self._queue.popleft(), now, self.policy)
                 for effect in effects:
                     self._perform(effect)
-            self._arm()
         finally:
             self._busy = False
-        self._after()
+        if not self._settling:
+            self._settling = True
+            self._loop.call_soon(self._settle)
 
     def close(self) -> None:
         """Stop the timer."""
+        self._closed = True
         self._alarm.close()
 
     def _notice_gap(self) -> None:
@@ -78,9 +83,14 @@ class Driver:
             self.gap_ns_max = max(self.gap_ns_max, silence_ns)
             self._queue.appendleft(LoopGapSeen(silence_ns))
 
-    def _arm(self) -> None:
+    def _settle(self) -> None:
+        """Once after a burst of events: arm the timer, let others catch up."""
+        self._settling = False
+        if self._closed:
+            return
         deadline = supervision.next_deadline(self.state, self.policy)
         self._alarm.set(None if deadline is None else deadline.mono_ns)
+        self._after()
 
     def _on_alarm(self) -> None:
         self.feed(TimePassed())

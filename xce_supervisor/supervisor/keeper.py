@@ -1,12 +1,15 @@
 """Keeps on disk what the next supervisor and `status` need, one write at a time, behind the driver's back.
 
 Two files: the state file (who lives, what is paused), durable; and the last status, which `status` shows when we do not answer.
-Both are written in a lane after something changed; changes that come meanwhile are written together afterwards. A disk that is
-full or hangs costs freshness, never supervision (docs/rules.md S20).
+Both are written in a lane shortly after something changed; changes that come meanwhile are written together. What a crash takes
+with it is found by the marks that children bear (docs/rules.md S17). A disk that is full or hangs costs freshness, never
+supervision (docs/rules.md S20).
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -24,64 +27,83 @@ from xce_supervisor.supervisor.statefile import State as Kept
 from xce_supervisor.supervisor.view import View
 
 _KEY = "keep"
+# Long enough for a burst of a hundred exits to be one write.
+_DELAY_S = 0.05
+# The picture is for when we do not answer; making it costs more than writing it, so it is not made more often than this.
+_PICTURE_S = 1.0
 
 
 class Keeper:
-    """status: makes the picture that is written beside the state."""
+    """state, living: return what is to be kept, as of now. status: makes the picture that is written beside it."""
 
     def __init__(
-        self, lanes: Lanes, state_file: StateFile, last_status: Path, records: Records, status: Callable[[], View]
+        self,
+        loop: asyncio.AbstractEventLoop,
+        lanes: Lanes,
+        state_file: StateFile,
+        last_status: Path,
+        records: Records,
+        what: Callable[[], Kept],
+        status: Callable[[], View],
     ) -> None:
+        self._loop = loop
         self._lanes = lanes
         self._state_file = state_file
         self._last_status = last_status
         self._records = records
+        self._what = what
         self._status = status
         self._seen = -1
-        self._again = False
-        self._state: State | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._picturing: asyncio.TimerHandle | None = None
         self.problem = ""
 
-    def keep(self, state: State, living: Mapping[str, Living]) -> None:
-        """Write soon if any event was recorded since the last time. Cheap when none was."""
-        if self._records.count == self._seen:
-            return
-        self._seen = self._records.count
-        if self._lanes.in_flight(_KEY):
-            self._again = True
-            return
-        self._submit(state, living)
+    def keep(self) -> None:
+        """Write soon if any event was recorded since the last time. Costs nothing when none was."""
+        if self._records.count != self._seen and self._timer is None and not self._lanes.in_flight(_KEY):
+            self._timer = self._loop.call_later(_DELAY_S, self._submit)
 
-    def save(self, state: State, living: Mapping[str, Living]) -> None:
+    def save(self) -> None:
         """Write once more, when the lanes are closed. Blocks for one write, unless a lane hangs in one."""
+        for timer in (self._timer, self._picturing):
+            if timer is not None:
+                timer.cancel()
         if not self._lanes.in_flight(_KEY):
-            self._write(kept(state, living), self._status())
+            self._write(self._what(), self._status())
 
-    def _submit(self, state: State, living: Mapping[str, Living]) -> None:
-        job = partial(self._write, kept(state, living), self._status())
-        done = partial(self._written, lambda: self.keep(state, living))
-        if self._lanes.submit(_KEY, job, done) is not Submitted.ACCEPTED:
-            self._seen = -1  # the lanes are full: tried again after the next event
+    def _submit(self) -> None:
+        self._timer = None
+        seen = self._records.count
+        if self._lanes.submit(_KEY, partial(self._write, self._what(), None), self._written) is Submitted.ACCEPTED:
+            self._seen = seen  # else the lanes are full: tried again after the next event
+        if self._picturing is None:
+            self._picturing = self._loop.call_later(_PICTURE_S, self._draw)
 
-    def _write(self, state: Kept, picture: View) -> Saved:
+    def _draw(self) -> None:
+        self._picturing = None
+        if self._lanes.submit(f"{_KEY} picture", partial(self._write, None, self._status()), _drawn) is not Submitted.ACCEPTED:
+            self._picturing = self._loop.call_later(_PICTURE_S, self._draw)
+
+    def _write(self, state: Kept | None, picture: View | None) -> Saved:
         """Blocks: a lane's work."""
-        saved = self._state_file.save(state, time.time())
-        try:
-            replace_file(self._last_status, msgspec.json.encode(picture), durable=False)
-        except OSError:
-            return saved  # run_dir is usually a tmpfs of its own; `status` then shows an older picture, with its age
+        saved = self._state_file.save(state, time.time()) if state is not None else Saved()
+        if picture is not None:
+            with contextlib.suppress(OSError):  # run_dir is full or gone: `status` then shows an older picture, with its age
+                replace_file(self._last_status, msgspec.json.encode(picture), durable=False)
         return saved
 
-    def _written(self, again: Callable[[], None], outcome: Outcome[Saved]) -> None:
+    def _written(self, outcome: Outcome[Saved]) -> None:
         if isinstance(outcome.error, Closed):
             return  # the end is near, and `save` writes once more
         saved = outcome.unwrap()
         self.problem = saved.problem
         if saved.news:
             self._records.take("", Record("state.problem" if saved.problem else "state.saved_again", saved.problem))
-        if self._again:
-            self._again = False
-            self._seen = -1
+        self.keep()
+
+
+def _drawn(_outcome: Outcome[Saved]) -> None:
+    """A picture that could not be written is replaced by the next one."""
 
 
 def kept(state: State, living: Mapping[str, Living]) -> Kept:

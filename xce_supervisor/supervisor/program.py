@@ -10,6 +10,7 @@ import asyncio
 import os
 import signal
 import socket
+import sys
 import time
 import zlib
 from typing import Any
@@ -42,9 +43,10 @@ from xce_supervisor.supervisor.children import Children
 from xce_supervisor.supervisor.control import ControlServer
 from xce_supervisor.supervisor.driver import Driver
 from xce_supervisor.supervisor.journal import Journal
-from xce_supervisor.supervisor.keeper import Keeper
+from xce_supervisor.supervisor.keeper import Keeper, kept
 from xce_supervisor.supervisor.records import Records
 from xce_supervisor.supervisor.statefile import Loaded, StateFile, this_host
+from xce_supervisor.supervisor.statefile import State as Kept
 from xce_supervisor.supervisor.verbs import Verbs
 from xce_supervisor.supervisor.watch import RoleWatch
 
@@ -58,6 +60,9 @@ BUG = 70
 _LANES = 4
 _LANES_CAP = 512
 _CLOSE_S = 2.0
+# A lane that is ready to spawn waits this long at most for a loop that is busy, and the loop for a lane; Python's own 5 ms are
+# longer than a whole restart takes.
+_SWITCH_S = 0.0005
 
 
 def run(config: Config) -> int:
@@ -68,6 +73,7 @@ def run(config: Config) -> int:
     logs.set_up(config.supervisor.log_level, config.supervisor.log_format)
     os.chdir("/")  # whatever directory we were started in may go away (S18)
     os.umask(0o022)
+    sys.setswitchinterval(_SWITCH_S)
     seal_descriptors()
     _make_folders(config)
     try:
@@ -82,7 +88,7 @@ def run(config: Config) -> int:
         return loop.run_until_complete(Program(loop, config).run())
     except ConfigError:
         raise
-    except Exception as error:  # noqa: BLE001 - the outermost frame: whatever came here is a bug
+    except Exception as error:
         log.critical("supervisor.crashed", exc_info=error)
         return BUG
     finally:
@@ -105,7 +111,7 @@ class Program:
         self._journal = Journal(
             self._places.journal, boot_id(), bytes_max=supervisor.journal_bytes_max, files_max=supervisor.journal_files_max
         )
-        self._records = Records(self._journal, time.time)
+        self._records = Records(loop, self._journal, time.time)
         self._lanes = Lanes(loop, _LANES, _LANES_CAP)
         self._state_file = StateFile(self._places.state_file, this_host(), config.controller.id)
         self._tls = _tls(config)
@@ -136,7 +142,9 @@ class Program:
         )
         quiet_ns = (config.role.poll_interval_ms + config.role.request_deadline_ms) * NS_PER_MS
         self._driver = Driver(loop, initial, policy, self._perform, self._after_burst, quiet_ns)
-        self._keeper = Keeper(self._lanes, self._state_file, self._places.last_status, self._records, self.status)
+        self._keeper = Keeper(
+            loop, self._lanes, self._state_file, self._places.last_status, self._records, self._to_keep, self.status
+        )
         self._watch = RoleWatch(
             config.controller.address,
             self._tls,
@@ -175,7 +183,8 @@ class Program:
         await self._control.close()
         hung = await self._lanes.close(_CLOSE_S)
         self._driver.close()
-        self._keeper.save(self._driver.state, self._children.living)
+        self._records.flush()
+        self._keeper.save()
         self._records.take("", Record("supervisor.ended", "", (("hung_lanes", len(hung)),)))
         self._children.close()
         self._exits.close()
@@ -229,13 +238,16 @@ class Program:
         """Read in lanes too: one attribute load of an immutable state."""
         return role_part.held_binding(self._driver.state.role)
 
+    def _to_keep(self) -> Kept:
+        return kept(self._driver.state, self._children.living)
+
     def _told_by_controller(self) -> dict[str, Any]:
         """The controller's counters as it last told them."""
         return to_builtins(self._watch.seen) if self._watch.seen is not None else {}
 
     def _after_burst(self) -> None:
         """After every burst of events, which the polls make at least a few times a second."""
-        self._keeper.keep(self._driver.state, self._children.living)
+        self._keeper.keep()
         now_s = self._loop.time()
         if self._watchdog_s and now_s - self._watchdog_at > self._watchdog_s / 2:
             self._watchdog_at = now_s
