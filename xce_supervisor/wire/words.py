@@ -23,7 +23,7 @@ Command = Annotated[tuple[Argument, ...], Meta(max_length=4_096)]
 
 
 class Opcode(IntEnum):
-    """One number a message. Numbers are never reused; 90 to 119 are set aside for leases, facts and orphans.
+    """One number a message. Numbers are never reused; 90 to 119 are set aside for leases, demand, facts and orphans.
 
     0 is no message, 1 marks a reply on the wire (wire.codec), 2 to 9 belong to the connection itself.
     """
@@ -166,7 +166,8 @@ class CtrlStatus(Message, frozen=True, kw_only=True):
 
 
 class SchedulerSession(msgspec.Struct, frozen=True, kw_only=True):
-    """The scheduler's session as the controller sees it.
+    """The scheduler's session as the controller sees it. A controller that tells of sessions and has none says joined=False;
+    one that does not tell says nothing, and then nothing is judged by it (S9).
 
     joined: alive now. since_ms: age of the session. spawn_token: as shown in its join. last_push_seq: newest push sent
     (0: none). last_acted_seq: newest push acknowledged after acting. oldest_unacked_ms: age of the oldest push not yet
