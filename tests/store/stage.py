@@ -112,18 +112,21 @@ class Contender:
 
     def __init__(self, url: str, name: str) -> None:
         self.name = name
+        self.instance_id = uuid.uuid4().hex
         self.engine: Engine = open_engine(url)
         self.events: list[tuple[float, StoreEvent]] = []
         self._changed = asyncio.Event()
 
     async def __aenter__(self) -> Contender:
-        await self.engine.start(Candidate(self.name, uuid.uuid4().hex, f"{self.name}:7301"), self._listen)
+        await self.engine.start(Candidate(self.name, self.instance_id, f"{self.name}:7301"), self._listen)
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await self.engine.close()
 
     def _listen(self, event: StoreEvent) -> None:
+        if isinstance(event, LeaderSeen) and event.leader is not None:
+            assert event.leader.instance_id != self.instance_id, "told of itself as of somebody else"
         self.events.append((time.monotonic(), event))
         self._changed.set()
 

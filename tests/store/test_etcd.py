@@ -6,12 +6,13 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 import pytest
 
 from tests.store.proxy import Relay
 from tests.store.stage import Contender, EtcdStore
-from xce_supervisor.store.engine import Fact
+from xce_supervisor.store.engine import Fact, Unavailable
 
 pytestmark = pytest.mark.needs("etcd")
 
@@ -49,6 +50,29 @@ async def test_an_election_whose_answer_was_lost_is_found_by_its_nonce(etcd_stor
         assert relays[0].dropped > 0, "nothing was lost: the test tests nothing"
 
 
+async def test_a_candidate_that_was_overtaken_after_its_look_is_not_elected(etcd_store: EtcdStore) -> None:
+    """Between seeing no leader and asking to be elected another one is elected: the transaction itself must refuse."""
+    async with Contender(etcd_store.url, "c1") as winner:
+        term = await winner.elected()
+        await winner.engine.resign(term, hold_ms=60_000)
+        slow = Contender(etcd_store.url, "c2")
+        calls = slow.engine._calls  # type: ignore[attr-defined]
+        plain_range = calls.range
+
+        async def overtaken(request: Any, deadline_s: float) -> Any:
+            if request.key.endswith(b"/term") and not rivals:
+                rivals.append(await stack.enter_async_context(Contender(etcd_store.url, "c3")))
+                await rivals[0].elected()
+            return await plain_range(request, deadline_s)
+
+        rivals: list[Contender] = []
+        calls.range = overtaken
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(slow)
+            await slow.sees("c3")
+            assert slow.terms() == [] and rivals[0].terms() == [term + 1]
+
+
 async def test_a_leader_outlives_the_loss_of_one_member(etcd_store: EtcdStore) -> None:
     """One of three members stops, whichever it is: leadership, appends and confirmations go on through the others."""
     async with Contender(etcd_store.cluster.url(etcd_store.url.rpartition("/")[2].partition("?")[0], ttl_s=5), "c1") as one:
@@ -63,8 +87,6 @@ async def test_a_leader_outlives_the_loss_of_one_member(etcd_store: EtcdStore) -
 
 async def _until_answered(one: Contender, term: int, key: str) -> None:
     """Append and confirm, again if the store was between two leaders of its own: an append is harmless to repeat."""
-    from xce_supervisor.store.engine import Unavailable
-
     async with asyncio.timeout(8):
         while True:
             try:
