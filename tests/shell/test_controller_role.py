@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.shell.controllers import Controllers, peer, sqlite_url
+from tests.shell.controllers import CONTROLLER, Controllers, peer, sqlite_url
 from tests.testbed.stage import Stage
 from xce_supervisor.errors import Redirected, RequestRefused
 from xce_supervisor.testbed.client import gate, jobs, plug, step_down, submit
@@ -22,6 +22,7 @@ from xce_supervisor.wire.words import (
     JobQuery,
     JobSubmit,
     SchedulerExit,
+    StepDown,
 )
 
 
@@ -72,8 +73,6 @@ async def test_a_long_poll_is_answered_within_milliseconds_of_a_change(tmp_path:
             demoted = asyncio.create_task(other.ask(CtrlStatus(known_version=was.version, wait_ms=5000), 6.0))
             await asyncio.sleep(0)
             async with await peer(controllers, primary, "operator", "second") as operator:
-                from xce_supervisor.wire.words import StepDown
-
                 stepped_at = time.monotonic()
                 await operator.ask(StepDown(hold_ms=3000))
                 reply = await demoted
@@ -215,6 +214,17 @@ async def test_an_orderly_end_hands_over_at_once(tmp_path: Path) -> None:
         assert new is not old
 
 
+async def test_a_bug_in_the_store_ends_the_process(tmp_path: Path) -> None:
+    """A candidate whose campaign broke could never lead again: it ends with its code, and the service manager starts anew."""
+    break_it = "from xce_supervisor.store.sqlite_file import SqliteFile\nSqliteFile.renew = lambda *_: 1 / 0\n"
+    with Stage(tmp_path) as stage:
+        controllers = Controllers(stage, sqlite_url(tmp_path), 0)
+        given = {"controller_id": "c1", "listen": "127.0.0.1:0", "store": controllers.store}
+        program = stage.start("c1", break_it + CONTROLLER, given, {})
+        assert await program.exit_code() == 70
+        assert "ZeroDivisionError" in program.output()
+
+
 @pytest.mark.parametrize(
     ("config", "told"),
     [
@@ -231,8 +241,6 @@ async def test_a_configuration_that_cannot_be_used_ends_with_its_code_and_reason
     with Stage(tmp_path) as stage:
         controllers = Controllers(stage, sqlite_url(tmp_path), 0)
         given = {"controller_id": "c1", "listen": "127.0.0.1:0", "store": controllers.store, **config}
-        from tests.shell.controllers import CONTROLLER
-
         program = stage.start("c1", CONTROLLER, given, {})
         assert await program.exit_code() == 78
         assert told in program.output() and "Traceback" not in program.output()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.shell.controllers import Controllers, peer, sqlite_url
+from tests.shell.controllers import CONTROLLER, Controllers, peer, sqlite_url
 from tests.testbed.stage import Stage
 from xce_supervisor.errors import RequestRefused
 from xce_supervisor.testbed.client import plug, submit
@@ -202,8 +202,6 @@ async def test_a_certificate_of_another_name_is_refused_at_the_start(tmp_path: P
     """A controller that pretends to be another does not start: file, what it names, and what to do."""
     with Stage(tmp_path) as stage:
         controllers = Controllers(stage, sqlite_url(tmp_path), 0)
-        from tests.shell.controllers import CONTROLLER
-
         files = stage.files("worker", "w1")
         given = {
             "controller_id": "c1",

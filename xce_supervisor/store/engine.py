@@ -12,6 +12,7 @@ holds one engine; the engine campaigns by itself and tells its listener what bec
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -168,3 +169,12 @@ def check_facts(facts: Sequence[Fact]) -> None:
     assert all(len(fact.body) <= FACT_BYTES_MAX for fact in facts), f"a fact's body holds at most {FACT_BYTES_MAX} bytes"
     assert sum(len(fact.body) for fact in facts) <= APPEND_BYTES_MAX, f"an append holds at most {APPEND_BYTES_MAX} bytes"
     assert len({(fact.kind, fact.key) for fact in facts}) == len(facts), "the same fact twice in one append"
+
+
+def tell_bug(campaign: asyncio.Task[None]) -> None:
+    """A campaign ends by being cancelled. Any other end is a bug, told to the loop's exception handler under the key "bug": the
+    candidate can neither renew nor be elected any more, so its process should end."""
+    if campaign.cancelled():
+        return
+    error = campaign.exception()
+    campaign.get_loop().call_exception_handler({"message": "the store's campaign ended", "exception": error, "bug": error})

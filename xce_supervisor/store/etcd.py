@@ -108,6 +108,7 @@ class EtcdEngine:
         assert self._task is None, "an engine is started once"
         self._candidate, self._listener = candidate, listener
         self._task = asyncio.get_running_loop().create_task(self._campaign(), name="store-etcd-campaign")
+        self._task.add_done_callback(e.tell_bug)
 
     async def close(self) -> None:
         """See Engine.close."""

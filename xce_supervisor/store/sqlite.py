@@ -87,6 +87,7 @@ class SqliteEngine:
             self._thread.stop()
             raise
         self._task = asyncio.get_running_loop().create_task(self._campaign(), name="store-sqlite-campaign")
+        self._task.add_done_callback(e.tell_bug)
 
     async def _open(self) -> None:
         loop = asyncio.get_running_loop()

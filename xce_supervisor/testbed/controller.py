@@ -17,6 +17,7 @@ import asyncio
 import signal
 import uuid
 from enum import IntEnum
+from typing import Any
 
 import structlog
 import uvloop
@@ -75,6 +76,7 @@ async def run_controller(config: ControllerConfig) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, controller.end)
     loop.add_signal_handler(signal.SIGHUP, controller.reload_tls)
+    loop.set_exception_handler(controller.on_loop_error)
     try:
         return await controller.run()
     finally:
@@ -156,6 +158,14 @@ class Controller:
         log.error("controller.failed", exc_info=error)
         if not self._ending.done():
             self._ending.set_result(ExitCode.BUG)
+
+    def on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """The loop's exception handler: what is marked as a bug ends the process, the rest (a transport's) is told."""
+        bug = context.get("bug")
+        if isinstance(bug, BaseException):
+            self._on_bug(bug)
+        else:
+            log.error("loop.failed", what=context.get("message", ""), exc_info=context.get("exception"))
 
     def _chore_ended(self, chore: asyncio.Task[None]) -> None:
         error = None if chore.cancelled() else chore.exception()
