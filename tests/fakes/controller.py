@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -113,7 +114,7 @@ class FakeController:
     ) -> None:
         self.says = CtrlStatusReply(
             controller_id=controller_id,
-            instance_id="instance-1",
+            instance_id=uuid.uuid4().hex,
             role=role,
             term=term,
             quorum_age_ms=10,
@@ -171,7 +172,7 @@ class FakeController:
         for connection in self._server.connections:
             connection.close("restarted")
         self.sessions.clear()
-        await self.say(instance_id=f"instance-{next(self._numbers) + 1}")
+        await self.say(instance_id=uuid.uuid4().hex)
 
     async def demote(self, *, exit_push: bool = True) -> None:
         """Become a standby, telling the scheduler to end first."""
@@ -282,9 +283,7 @@ class FakeController:
                 return Done()
             case Resync():
                 self._joined(message.session_id)
-                self.push_config(50)
-                self.push_jobs(*(job for job in self.jobs.values() if job.state not in ("done", "failed")), full=True)
-                self.push_workers(*self.workers)
+                self._push_all()
                 return Done()
             case JobDispatch():
                 return self._dispatch(message)
@@ -320,7 +319,12 @@ class FakeController:
         now = asyncio.get_running_loop().time()
         session = Session(f"session-{next(self._numbers)}", join, connection, now, now)
         self.sessions[session.session_id] = session
-        connection.closed.add_done_callback(lambda _: self.sessions.pop(session.session_id, None))
+        connection.closed.add_done_callback(lambda _: self._gone(session))
+        self.says = msgspec.structs.replace(self.says, version=self.says.version + 1)
+        if join.host_role is HostRole.SCHEDULER:
+            # The loop turns twice until the answer is sent; what is pushed must not come before it.
+            loop = asyncio.get_running_loop()
+            loop.call_soon(loop.call_soon, loop.call_soon, self._push_all)
         return Joined(
             session_id=session.session_id,
             controller_id=self.says.controller_id,
@@ -330,10 +334,20 @@ class FakeController:
             session_timeout_ms=int(self._session_timeout_s * 1000),
         )
 
+    def _push_all(self) -> None:
+        if self.session_of(HostRole.SCHEDULER) is not None:
+            self.push_config(50)
+            self.push_workers(*self.workers)
+            self.push_jobs(*(job for job in self.jobs.values() if job.state not in ("done", "failed")), full=True)
+
     def _joined(self, session_id: str) -> Session:
         if session_id not in self.sessions:
             raise RequestRefused(ErrorCode.NOT_JOINED, f"no session {session_id!r}")
         return self.sessions[session_id]
+
+    def _gone(self, session: Session) -> None:
+        if self.sessions.pop(session.session_id, None) is not None:
+            self.says = msgspec.structs.replace(self.says, version=self.says.version + 1)
 
     def _dispatch(self, message: JobDispatch) -> Done:
         self._joined(message.session_id)

@@ -17,7 +17,7 @@ from xce_supervisor.link.tls import TlsFiles, TlsSource
 from xce_supervisor.testbed.pki import Subject, make_pki
 
 CLUSTER = "stage"
-_PRELUDE = """
+PRELUDE = """
 import json, os, sys
 from pathlib import Path
 from xce_supervisor.errors import ConfigError
@@ -27,7 +27,7 @@ tls = TlsFiles(*map(Path, given.pop("tls"))) if given.get("tls") else None
 given.pop("tls", None)
 """
 SCHEDULER = (
-    _PRELUDE
+    PRELUDE
     + """
 from xce_supervisor.testbed import scheduler
 from xce_supervisor.testbed.scheduler_faults import parse_faults
@@ -41,7 +41,7 @@ sys.exit(code)
 """
 )
 WORKER = (
-    _PRELUDE
+    PRELUDE
     + """
 from xce_supervisor.testbed import worker
 given["directory"] = Path(given["directory"])

@@ -29,6 +29,7 @@ from xce_supervisor.wire.words import (
     WorkerView,
 )
 
+GREETING = 3  # pushes that follow a join: configuration, workers, jobs
 W1 = WorkerView(name="w1", slots=4, alive=True)
 
 
@@ -38,9 +39,11 @@ def job(name: str, state: str = "pending", attempt: int = 0, worker: str = "") -
 
 
 async def joined(stage: Stage, fake: FakeController, faults: str = "") -> None:
-    """Start a scheduler and wait for its session."""
+    """Start a scheduler and wait until it has acted on what follows its join."""
     stage.scheduler(fake.address, faults=faults)
-    await fake.until(lambda: fake.session_of(HostRole.SCHEDULER))
+    await fake.until(lambda: (session := fake.session_of(HostRole.SCHEDULER)) and session.last_push_seq == GREETING)
+    if "never_ack" not in faults:
+        await fake.until(lambda: acted(fake) == GREETING)
 
 
 def acted(fake: FakeController) -> int:
