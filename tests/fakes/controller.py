@@ -105,6 +105,7 @@ class FakeController:
         self,
         *,
         controller_id: str = "c1",
+        instance_id: str = "instance-1",
         role: str = "primary",
         term: int = 1,
         tls: TlsSource | None = None,
@@ -114,7 +115,7 @@ class FakeController:
     ) -> None:
         self.says = CtrlStatusReply(
             controller_id=controller_id,
-            instance_id=uuid.uuid4().hex,
+            instance_id=instance_id,
             role=role,
             term=term,
             quorum_age_ms=10,

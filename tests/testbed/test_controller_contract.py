@@ -81,7 +81,9 @@ class Pair:
 async def fake_pair(stage: Stage) -> AsyncIterator[Pair]:
     """Two fake controllers."""
     primary = FakeController(controller_id="c1", term=5, tls=stage.tls("controller", "c1"))
-    standby = FakeController(controller_id="c2", role="standby", term=5, tls=stage.tls("controller", "c2"))
+    standby = FakeController(
+        controller_id="c2", instance_id="instance-2", role="standby", term=5, tls=stage.tls("controller", "c2")
+    )
     async with primary, standby:
         await primary.say(primary_address=primary.address, primary_id="c1")
         await standby.say(primary_address=primary.address, primary_id="c1")
