@@ -54,8 +54,8 @@ class _Where:
         self._sections = {
             inner.encode_name: section.encode_name
             for section in msgspec.structs.fields(root)
-            if _is_struct(section.type)
-            for inner in msgspec.structs.fields(_plain(section.type))
+            if is_struct(section.type)
+            for inner in msgspec.structs.fields(plain(section.type))
         }
 
     def wrong(self, key: str, reason: str) -> None:
@@ -79,10 +79,10 @@ def _struct(document: Mapping[str, Any], kind: type[S], path: str, where: _Where
             where.wrong(dotted, f"unknown {'section or key' if not path else 'key'}{hint}")
             continue
         field = fields[key]
-        if _is_struct(field.type):
+        if is_struct(field.type):
             inner = None
             if isinstance(value, Mapping):
-                inner = _struct(value, _plain(field.type), dotted, where)
+                inner = _struct(value, plain(field.type), dotted, where)
             else:
                 where.wrong(dotted, f"must be a section: write [{dotted}]")
             wrong = wrong or inner is None
@@ -97,7 +97,7 @@ def _struct(document: Mapping[str, Any], kind: type[S], path: str, where: _Where
         if field.required and name not in document:
             wrong = True
             dotted = f"{path}.{name}" if path else f"[{name}]"
-            where.wrong(dotted, f"is missing. {_description(field.type)}".rstrip(" ."))
+            where.wrong(dotted, f"is missing. {description_of(field.type)}".rstrip(" ."))
     return None if wrong else kind(**found)
 
 
@@ -106,7 +106,7 @@ def _said(value: object, error: msgspec.ValidationError, kind: Any) -> str:
     inner = f" (in {at.rstrip('`').lstrip('.')})" if at and at != "`" else ""
     shown = repr(value)
     shown = shown if len(shown) <= 60 else shown[:57] + "..."
-    return f"{shown} cannot be used: {what[:1].lower()}{what[1:].replace('`', '')}{inner}. {_description(kind)}".rstrip(" .")
+    return f"{shown} cannot be used: {what[:1].lower()}{what[1:].replace('`', '')}{inner}. {description_of(kind)}".rstrip(" .")
 
 
 def _path(kind: type, value: object) -> object:
@@ -117,16 +117,19 @@ def _path(kind: type, value: object) -> object:
     raise TypeError(f"expected {kind.__name__}, got {type(value).__name__}")
 
 
-def _plain(kind: Any) -> Any:
+def plain(kind: Any) -> Any:
+    """Return a field's type without its annotations."""
     return typing.get_args(kind)[0] if typing.get_origin(kind) is typing.Annotated else kind
 
 
-def _is_struct(kind: Any) -> bool:
-    plain = _plain(kind)
-    return isinstance(plain, type) and issubclass(plain, Struct)
+def is_struct(kind: Any) -> bool:
+    """Is the field a section?"""
+    inner = plain(kind)
+    return isinstance(inner, type) and issubclass(inner, Struct)
 
 
-def _description(kind: Any) -> str:
+def description_of(kind: Any) -> str:
+    """Return what a field says of itself, "" if nothing."""
     for part in getattr(kind, "__metadata__", ()):
         if isinstance(part, msgspec.Meta) and part.description:
             return part.description
