@@ -73,7 +73,9 @@ class Supervisor:
         """Return the body of a unit whose child appends its pid to `pids(name)`."""
         script = self.folder / "child.py"
         script.write_text(CHILD)
-        command = json.dumps([sys.executable, "-I", "-S", str(script), str(self.folder / f"{name}.pids"), *flags])
+        command = json.dumps(
+            [sys.executable, "-I", "-S", str(script), str(self.folder / f"{name}.pids"), *flags, "{spawn_token}"]
+        )
         return (
             f'[unit]\nname = "{name}"\nbinding = "{binding}"\ncommand = {command}\n'
             f'[output]\nkind = "file"\npath = "{self.folder}/{name}.out"\n[stop]\n{stop}\n{more}'

@@ -80,7 +80,7 @@ class Children:
         told: Callable[[], dict[str, Any]],
         wall: Callable[[], float],
     ) -> None:
-        self.config = config
+        self.use(config)
         self.living: dict[str, Living] = {}
         self._loop = loop
         self._lanes = lanes
@@ -95,6 +95,11 @@ class Children:
         self._notify: dict[str, NotifySocket] = {}
         self._looks: dict[str, asyncio.TimerHandle] = {}
         self._signatures: dict[str, spawn.SpawnError] = {}
+
+    def use(self, config: Config) -> None:
+        """Take another configuration for what is begun from now on (reload)."""
+        self.config = config
+        self._units = {unit.name: unit for unit in config.units}
 
     def perform(self, unit: str, effect: words.ChildEffect) -> None:
         """Begin one effect."""
@@ -149,7 +154,7 @@ class Children:
         look = self._looks.pop(unit, None)
         if look is not None:
             look.cancel()
-        declared = self.config.unit(unit)
+        declared = self._units.get(unit)
         assert declared is not None, f"the core starts {unit}, which the configuration does not have"
         self._open_notify(unit)
         token = secrets.token_hex(16)
@@ -251,7 +256,7 @@ class Children:
             self._feed(unit, words.EvidenceKept(effect.generation, "none: the lanes are full"))
 
     def _collect_in_lane(self, unit: str, identity: Identity, folder: Path, why: str) -> str:
-        declared = self.config.unit(unit)
+        declared = self._units.get(unit)
         log_file = launch(self.config, declared, words.ALWAYS, "", {}).output_file if declared is not None else None
         members = [member for member, _ in self._forest.tree(unit).members()]
         extra = {"why": why, "controller": self._told()}
@@ -286,7 +291,7 @@ class Children:
 
     def _open_notify(self, unit: str) -> None:
         """Give the unit a socket, used by all its children; a sender counts only as a member of the tree."""
-        declared = self.config.unit(unit)
+        declared = self._units.get(unit)
         if declared is None or declared.readiness.kind == "none" or unit in self._notify:
             return
         path = self.config.supervisor.run_dir / "notify" / f"{unit}.sock"
@@ -305,7 +310,7 @@ class Children:
             self._feed(unit, words.Readied(living.generation))
 
     def _notify_ready(self, unit: str) -> bool:
-        declared = self.config.unit(unit)
+        declared = self._units.get(unit)
         return declared is not None and declared.readiness.kind == "notify"
 
     def _of(self, unit: str, generation: int) -> Living | None:

@@ -313,7 +313,8 @@ class Program:
             self._records.take("", Record("config.restart_needed", f"kept as they were: {', '.join(changed.refused)}"))
             new = _with_places_of(self.config, new)
         before = self._driver.policy
-        self.config = self._children.config = new
+        self.config = new
+        self._children.use(new)
         self._watch.retime(new.role.poll_interval_ms, new.role.request_deadline_ms)
         self._driver.policy = self._policy(new)
         removed = {name: before.units[name] for name in changed.removed}
