@@ -13,7 +13,7 @@
     1400 foreign stranger       somebody else's scheduler session, with this token ("foreign" alone: none)
     1500 stall 12000            the oldest push is unacted on for so many milliseconds ("stall" alone: what is true)
     1600 quorum 6000            the last confirmation by a quorum is so old
-    1700 gate recovery_truncated
+    1700 gate recovery-truncated
     1800 demote                 exit push, then standby
     1900 push 3                 three pending jobs
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.controller import FakeController
-from tests.testbed.cluster import RealCluster
+from tests.shell.controllers import Controllers, sqlite_url
 from tests.testbed.stage import Stage, until
 from xce_supervisor.errors import PeerError, Redirected, RequestRefused
 from xce_supervisor.link.connection import Connection, connect
@@ -93,15 +93,12 @@ async def fake_pair(stage: Stage) -> AsyncIterator[Pair]:
 @asynccontextmanager
 async def real_pair(stage: Stage) -> AsyncIterator[Pair]:
     """Two real controllers on one sqlite file."""
-    cluster = RealCluster(stage, count=2).start()
-    leader = await cluster.primary()
-    [other] = [name for name in cluster.addresses if name != leader.controller_id]
-    give_up_at = asyncio.get_running_loop().time() + 10
-    while (await cluster.statuses([other])).get(other) is None or not (await cluster.statuses([other]))[other].primary_address:
-        assert asyncio.get_running_loop().time() < give_up_at, "the standby does not know the primary"
-        await asyncio.sleep(0.05)
-    address = cluster.addresses[leader.controller_id]
-    yield Pair(stage, address, leader.controller_id, leader.term, cluster.addresses[other], other)
+    controllers = Controllers(stage, sqlite_url(stage.directory), 2)
+    leader = await controllers.primary()
+    [other] = controllers.others(leader)
+    await controllers.says(other, lambda status: status.primary_address == leader.address)
+    term = (await controllers.status(leader)).term
+    yield Pair(stage, leader.address, leader.name, term, other.address, other.name)
 
 
 both = pytest.mark.parametrize("pair_of", [fake_pair, real_pair], ids=["fake", "real"])
