@@ -43,7 +43,7 @@ def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     cluster = EtcdCluster(request.getfixturevalue("machine_offers")["etcd"], tmp_path)
     try:
         cluster.start()
-        yield cluster.url("kill", ttl_s=2)
+        yield cluster.url("kill", ttl_s=1)
     finally:
         cluster.stop()
 
@@ -70,7 +70,7 @@ async def test_no_acknowledged_job_is_lost_by_kill_9_of_the_primary(tmp_path: Pa
         async with asyncio.TaskGroup() as group:
             for number in range(3):
                 group.create_task(submitter(number))
-            for _ in range(3):
+            for _ in range(2):
                 before = len(acknowledged)
                 primary = await controllers.primary(within_s=15)
                 while len(acknowledged) < before + 20:
