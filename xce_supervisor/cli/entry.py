@@ -13,6 +13,7 @@ from enum import IntEnum
 from typing import NoReturn
 
 import click
+from click.shell_completion import shell_complete
 
 from xce_supervisor.cli.paper import OutputFailed
 from xce_supervisor.errors import ConfigError
@@ -46,12 +47,13 @@ def _run(command: click.Command, program: str) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal that cannot show a letter is no reason to fail
     try:
-        result = command.main(prog_name=program, standalone_mode=False)
+        result = _invoke(command, program)
         sys.stdout.flush()
+    except click.exceptions.Exit as ended:
+        return ended.exit_code
     except click.UsageError as error:
-        where = f"{error.ctx.command_path}: " if error.ctx else f"{program}: "
-        hint = f" (try '{error.ctx.command_path} --help')" if error.ctx else ""
-        print(f"{where}{error.format_message()}{hint}", file=sys.stderr)
+        path = error.ctx.command_path if error.ctx else program
+        print(f"{path}: {error.format_message()} (try '{path} --help')", file=sys.stderr)
         return ExitCode.CONFIG
     except click.ClickException as error:
         print(f"{program}: {error.format_message()}", file=sys.stderr)
@@ -69,3 +71,12 @@ def _run(command: click.Command, program: str) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.PIPE_CLOSED
     return result if isinstance(result, int) else ExitCode.OK
+
+
+def _invoke(command: click.Command, program: str) -> object:
+    """Run the command. Not by `command.main`, which has answers of its own to a closed pipe and to Ctrl-C."""
+    completing = f"_{program.replace('-', '_').upper()}_COMPLETE"
+    if completing in os.environ:
+        return shell_complete(command, {}, program, completing, os.environ[completing])
+    with command.make_context(program, sys.argv[1:]) as context:
+        return command.invoke(context)

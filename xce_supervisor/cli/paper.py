@@ -51,7 +51,7 @@ def put(lines: Sequence[Line]) -> None:
 def put_json(value: Any, *, indent: int = 2) -> None:
     """Print `value` as one JSON document: on several lines, or on one with indent -1. Raises OutputFailed, BrokenPipeError."""
     with _writing():
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=indent).decode("utf-8") + "\n")
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(value, enc_hook=str), indent=indent).decode("utf-8") + "\n")
         sys.stdout.flush()
 
 

@@ -152,7 +152,9 @@ def pause(unit: str, why_: str, config: str | None, as_json: bool) -> int:
     """Neither start nor restart UNIT until `resume`, also over restarts of the supervisor. Demotion still stops it."""
     if not why_.strip():
         raise click.UsageError("--why must say something")
-    return _change(config, "pause", {"unit": unit, "by": who(), "why": why_.strip()[:500]}, as_json, f"{unit} is paused")
+    if len(why_) > 300:
+        raise click.UsageError("--why may have 300 characters")
+    return _change(config, "pause", {"unit": unit, "by": who(), "why": why_.strip()}, as_json, f"{unit} is paused")
 
 
 @program.command()
@@ -211,7 +213,7 @@ def _change(config: str | None, verb: str, args: dict[str, Any], as_json: bool, 
     if as_json:
         paper.put_json({"ok": True, "verb": verb, **args, "result": answer})
     else:
-        click.echo(f"{done}: {clean(answer)}" if isinstance(answer, str) and answer else done)
+        click.echo(done)
     return ExitCode.OK
 
 

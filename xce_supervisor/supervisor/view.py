@@ -150,14 +150,17 @@ class View(Struct, frozen=True, kw_only=True):
 
     @property
     def as_wanted(self) -> bool:
-        """Does everything run that should, and nothing else? An unknown role is not as wanted."""
-        return not self.degraded and self.role.is_ != "unknown" and all(unit.as_wanted for unit in self.units)
+        """Does everything run that should, and nothing else? An unknown role, or a refused promotion, is not as wanted."""
+        known = self.role.is_ != "unknown" and not self.role.gate
+        return known and not self.degraded and all(unit.as_wanted for unit in self.units)
 
     def complaints(self) -> Iterator[str]:
         """Yield, for people, each reason for which this picture is degraded."""
         yield from self.degraded
         if self.role.is_ == "unknown":
             yield f"role unknown: {self.role.reason}" if self.role.reason else "role unknown"
+        if self.role.gate:
+            yield f"promotion refused by gate {self.role.gate}" + (f": {self.role.gate_detail}" if self.role.gate_detail else "")
         for unit in self.units:
             if unit.paused:
                 yield f"{unit.name}: paused by {unit.paused.by}: {unit.paused.why}"
