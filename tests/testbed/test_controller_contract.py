@@ -6,7 +6,7 @@ Each test runs against both: two controllers, one primary and one standby, spoke
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,30 +90,42 @@ async def fake_pair(stage: Stage) -> AsyncIterator[Pair]:
         yield Pair(stage, primary.address, "c1", 5, standby.address, "c2")
 
 
-@asynccontextmanager
-async def real_pair(stage: Stage) -> AsyncIterator[Pair]:
-    """Two real controllers on one sqlite file."""
-    controllers = Controllers(stage, sqlite_url(stage.directory), 2)
+@pytest.fixture(scope="module")
+def real_controllers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Controllers]:
+    """Two real controllers on one sqlite file, for all tests here: no test changes who leads."""
+    folder = tmp_path_factory.mktemp("real")
+    with Stage(folder) as stage:
+        yield Controllers(stage, sqlite_url(folder), 2)
+
+
+async def real_pair(controllers: Controllers) -> Pair:
+    """Who leads among the real ones."""
     leader = await controllers.primary()
     [other] = controllers.others(leader)
     await controllers.says(other, lambda status: status.primary_address == leader.address)
+    await controllers.says(leader, lambda status: status.scheduler is None)
     term = (await controllers.status(leader)).term
-    yield Pair(stage, leader.address, leader.name, term, other.address, other.name)
+    return Pair(controllers.stage, leader.address, leader.name, term, other.address, other.name)
 
 
-both = pytest.mark.parametrize("pair_of", [fake_pair, real_pair], ids=["fake", "real"])
-PairOf = Callable[[Stage], AsyncIterator[Pair]]
+Scenario = Callable[[Pair], Awaitable[None]]
+Play = Callable[[Scenario], None]
 
 
-def play(tmp_path: Path, pair_of: object, scenario: Callable[[Pair], Awaitable[None]]) -> None:
+@pytest.fixture(params=["fake", "real"])
+def play(request: pytest.FixtureRequest, tmp_path: Path) -> Play:
     """Run one scenario against one kind of pair."""
 
-    async def run(stage: Stage) -> None:
-        async with pair_of(stage) as pair:  # type: ignore[operator]
-            await scenario(pair)
+    async def with_fakes(scenario: Scenario) -> None:
+        with Stage(tmp_path) as stage:
+            async with fake_pair(stage) as pair:
+                await scenario(pair)
 
-    with Stage(tmp_path) as stage:
-        asyncio.run(run(stage))
+    async def with_real_ones(scenario: Scenario) -> None:
+        await scenario(await real_pair(request.getfixturevalue("real_controllers")))
+
+    run = with_fakes if request.param == "fake" else with_real_ones
+    return lambda scenario: asyncio.run(run(scenario))
 
 
 async def refusal(connection: Connection, message: Message) -> ErrorCode:
@@ -123,8 +135,7 @@ async def refusal(connection: Connection, message: Message) -> ErrorCode:
     return ErrorCode(refused.value.code)
 
 
-@both
-def test_ctrlstatus_is_answered_in_every_role_with_the_fields_that_supervisors_need(tmp_path: Path, pair_of: PairOf) -> None:
+def test_ctrlstatus_is_answered_in_every_role_with_the_fields_that_supervisors_need(play: Play) -> None:
     """docs/protocol.md, ctrlstatus: identity, role, term, primary, freshness, version; no session needed."""
 
     async def scenario(pair: Pair) -> None:
@@ -136,11 +147,10 @@ def test_ctrlstatus_is_answered_in_every_role_with_the_fields_that_supervisors_n
         assert leads.quorum_age_ms is not None and leads.quorum_age_ms < 5000
         assert leads.scheduler is None and leads.long_poll and leads.version > 0 and leads.engine == "sqlite"
 
-    play(tmp_path, pair_of, scenario)
+    play(scenario)
 
 
-@both
-def test_a_standby_redirects_what_only_the_primary_serves(tmp_path: Path, pair_of: PairOf) -> None:
+def test_a_standby_redirects_what_only_the_primary_serves(play: Play) -> None:
     """docs/protocol.md, redirects: they name the primary's address and id; the connection goes on."""
 
     async def scenario(pair: Pair) -> None:
@@ -156,11 +166,10 @@ def test_a_standby_redirects_what_only_the_primary_serves(tmp_path: Path, pair_o
             with pytest.raises(Redirected):
                 await connection.request(pair.join(controller_id=pair.standby_id), 2.0)
 
-    play(tmp_path, pair_of, scenario)
+    play(scenario)
 
 
-@both
-def test_a_scheduler_is_joined_only_with_the_right_controller_and_term(tmp_path: Path, pair_of: PairOf) -> None:
+def test_a_scheduler_is_joined_only_with_the_right_controller_and_term(play: Play) -> None:
     """docs/rules.md S3: each refusal has its code, and the connection goes on to a right join."""
 
     async def scenario(pair: Pair) -> None:
@@ -174,11 +183,10 @@ def test_a_scheduler_is_joined_only_with_the_right_controller_and_term(tmp_path:
             assert joined.session_id and joined.heartbeat_ms > 0 and joined.session_timeout_ms > joined.heartbeat_ms
             assert joined.instance_id == (await pair.status(pair.primary)).instance_id
 
-    play(tmp_path, pair_of, scenario)
+    play(scenario)
 
 
-@both
-def test_a_second_scheduler_is_refused_until_the_first_one_is_gone(tmp_path: Path, pair_of: PairOf) -> None:
+def test_a_second_scheduler_is_refused_until_the_first_one_is_gone(play: Play) -> None:
     """docs/rules.md S3: SESSION_ALIVE while it lives; a closed connection ends the session at once."""
 
     async def scenario(pair: Pair) -> None:
@@ -199,11 +207,10 @@ def test_a_second_scheduler_is_refused_until_the_first_one_is_gone(tmp_path: Pat
             session = (await pair.status(pair.primary)).scheduler
             assert session is not None and session.spawn_token == "second"
 
-    play(tmp_path, pair_of, scenario)
+    play(scenario)
 
 
-@both
-def test_pushes_follow_the_join_and_their_acknowledgement_shows_in_ctrlstatus(tmp_path: Path, pair_of: PairOf) -> None:
+def test_pushes_follow_the_join_and_their_acknowledgement_shows_in_ctrlstatus(play: Play) -> None:
     """docs/protocol.md, pushes: after the answer to the join, numbered from 1, of the pusher's term; then acted."""
 
     async def scenario(pair: Pair) -> None:
@@ -227,11 +234,10 @@ def test_pushes_follow_the_join_and_their_acknowledgement_shows_in_ctrlstatus(tm
             assert [getattr(one, "seq", 0) for one in received[3:]] == [4, 5, 6]
             assert isinstance(received[5], JobPush) and received[5].full
 
-    play(tmp_path, pair_of, scenario)
+    play(scenario)
 
 
-@both
-def test_a_heartbeat_is_a_role_check_and_needs_a_session(tmp_path: Path, pair_of: PairOf) -> None:
+def test_a_heartbeat_is_a_role_check_and_needs_a_session(play: Play) -> None:
     """docs/rules.md S4: its answer is role and term; without a session it is refused with NOT_JOINED."""
 
     async def scenario(pair: Pair) -> None:
@@ -243,11 +249,10 @@ def test_a_heartbeat_is_a_role_check_and_needs_a_session(tmp_path: Path, pair_of
             assert answer == HeartbeatReply(role="primary", term=pair.term)
             assert await refusal(connection, PushAck(session_id="none", seq=1)) is ErrorCode.NOT_JOINED
 
-    play(tmp_path, pair_of, scenario)
+    play(scenario)
 
 
-@both
-def test_a_long_poll_is_answered_at_a_change_or_after_its_wait(tmp_path: Path, pair_of: PairOf) -> None:
+def test_a_long_poll_is_answered_at_a_change_or_after_its_wait(play: Play) -> None:
     """docs/protocol.md, ctrlstatus: a scheduler that joins is such a change."""
 
     async def scenario(pair: Pair) -> None:
@@ -264,11 +269,10 @@ def test_a_long_poll_is_answered_at_a_change_or_after_its_wait(tmp_path: Path, p
             assert changed.version > now.version and changed.scheduler is not None and changed.scheduler.joined
             assert loop.time() - asked_at < 1.0
 
-    play(tmp_path, pair_of, scenario)
+    play(scenario)
 
 
-@both
-def test_a_controller_of_another_cluster_or_role_is_not_spoken_to(tmp_path: Path, pair_of: PairOf) -> None:
+def test_a_peer_of_another_authority_is_not_let_in(play: Play, tmp_path: Path) -> None:
     """docs/rules.md A1: a certificate of another authority is refused by the server, with a reason for the client."""
 
     async def scenario(pair: Pair) -> None:
@@ -276,4 +280,4 @@ def test_a_controller_of_another_cluster_or_role_is_not_spoken_to(tmp_path: Path
             await connect(pair.primary, stranger.tls("scheduler", "scheduler"), deadline_s=2.0, on_push=lambda _: None)
 
     (tmp_path / "stranger").mkdir()
-    play(tmp_path, pair_of, scenario)
+    play(scenario)

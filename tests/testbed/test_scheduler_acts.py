@@ -10,13 +10,14 @@ import psutil
 import pytest
 
 from tests.fakes.controller import FakeController
-from tests.testbed.stage import Stage, until
+from tests.testbed.stage import SCHEDULER, Stage, until
 from xce_supervisor.errors import ConfigError
 from xce_supervisor.testbed.scheduler import ExitCode
 from xce_supervisor.testbed.scheduler_faults import Faults, parse_faults
 from xce_supervisor.testbed.scheduler_view import QueueView
 from xce_supervisor.wire.words import (
     ErrorCode,
+    Heartbeat,
     HostRole,
     JobDispatch,
     JobPush,
@@ -30,6 +31,8 @@ from xce_supervisor.wire.words import (
 )
 
 GREETING = 3  # pushes that follow a join: configuration, workers, jobs
+# Waits 0.5 s for an answer in place of 3 s.
+IMPATIENT = "from xce_supervisor.testbed import scheduler_acts\nscheduler_acts.REQUEST_DEADLINE_S = 0.5\ntry:"
 W1 = WorkerView(name="w1", slots=4, alive=True)
 
 
@@ -38,9 +41,9 @@ def job(name: str, state: str = "pending", attempt: int = 0, worker: str = "") -
     return JobView(job_id=name, command=("true",), state=state, attempt=attempt, worker=worker)
 
 
-async def joined(stage: Stage, fake: FakeController, faults: str = "") -> None:
+async def joined(stage: Stage, fake: FakeController, faults: str = "", code: str = SCHEDULER) -> None:
     """Start a scheduler and wait until it has acted on what follows its join."""
-    stage.scheduler(fake.address, faults=faults)
+    stage.scheduler(fake.address, faults=faults, code=code)
     await fake.until(lambda: (session := fake.session_of(HostRole.SCHEDULER)) and session.last_push_seq == GREETING)
     if "never_ack" not in faults:
         await fake.until(lambda: acted(fake) == GREETING)
@@ -110,13 +113,14 @@ def test_a_refusal_that_cannot_be_explained_leaves_the_job_until_the_next_push(t
     """CONFLICT although the job is as we thought: it is not tried in a loop, and tried again when something changed."""
 
     async def scenario(stage: Stage) -> None:
-        async with FakeController(tls=stage.tls("controller", "c1")) as fake:
+        async with FakeController(tls=stage.tls("controller", "c1"), heartbeat_ms=100) as fake:
             await joined(stage, fake)
             fake.push_workers(W1)
             fake.trouble.refuse[Opcode.JOB_DISPATCH] = ErrorCode.CONFLICT
             seq = fake.push_jobs(job("a"))
             await fake.until(lambda: acted(fake) == seq)
-            await asyncio.sleep(0.3)
+            asked = len(fake.asked)
+            await fake.until(lambda: sum(isinstance(message, Heartbeat) for message in fake.asked[asked:]) == 4)
             assert sum(isinstance(message, JobDispatch) for message in fake.asked) == 1
             fake.trouble.clear()
             fake.push_workers(W1)
@@ -148,7 +152,7 @@ def test_an_unanswered_dispatch_is_not_acknowledged_and_leads_to_a_resync(tmp_pa
 
     async def scenario(stage: Stage) -> None:
         async with FakeController(tls=stage.tls("controller", "c1")) as fake:
-            await joined(stage, fake)
+            await joined(stage, fake, code=SCHEDULER.replace("try:", IMPATIENT, 1))
             before = fake.push_workers(W1)
             await fake.until(lambda: acted(fake) == before)
             fake.trouble.silent.add(Opcode.JOB_DISPATCH)
