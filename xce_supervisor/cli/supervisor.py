@@ -5,6 +5,7 @@ What a verb needs is imported when it runs: `run` must stay small, and `status` 
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -48,11 +49,15 @@ def run(config: str | None) -> int:
 
     SIGHUP reads the configuration again, SIGTERM ends it; children whose units say so go on, for the next one to adopt.
     """
-    load_structlog_alone()
     from xce_supervisor.config import load
+
+    # A hang-up that comes before the program has its own handler asks for what is about to be done anyway; it must not kill.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    loaded = load(config_file(config))
+    load_structlog_alone()
     from xce_supervisor.supervisor.program import run as run_supervisor
 
-    return run_supervisor(load(config_file(config)))
+    return run_supervisor(loaded)
 
 
 @program.command()
