@@ -101,6 +101,7 @@ async def test_a_submission_is_answered_again_the_same(tmp_path: Path) -> None:
             (JobSubmit(job_id="a/b", command=("true",)), ErrorCode.MALFORMED),
             (JobSubmit(job_id="k", command=()), ErrorCode.MALFORMED),
             (JobSubmit(job_id="k", command=("true",), slots=20_000), ErrorCode.MALFORMED),
+            (JobSubmit(job_id="k", command=("\x01" * 30_000,)), ErrorCode.MALFORMED),
         ):
             with pytest.raises(RequestRefused) as refused:
                 await submit(controllers.cluster, wrong)

@@ -95,16 +95,17 @@ class EtcdStore:
         self.cluster.heal()
 
     def usurp(self) -> None:
-        endpoint = f"127.0.0.1:{self.cluster.client_ports[2]}"
-        done = subprocess.run(
-            ["etcdctl", "--endpoints", endpoint, "del", f"/{self._prefix}/leader"],
-            env={**os.environ, "ETCDCTL_API": "3"},
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        )
-        assert done.stdout.strip() == "1", "there was no leader key"
+        assert self._etcdctl("del", f"/{self._prefix}/leader") == "1", "there was no leader key"
+
+    def put(self, key: str, value: str) -> None:
+        """Write one key from outside."""
+        self._etcdctl("put", f"/{self._prefix}/{key}", value)
+
+    def _etcdctl(self, *words: str) -> str:
+        command = ["etcdctl", "--endpoints", f"127.0.0.1:{self.cluster.client_ports[2]}", *words]
+        environment = {**os.environ, "ETCDCTL_API": "3"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=10, check=True)
+        return done.stdout.strip()
 
 
 class Contender:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import signal
+import subprocess
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +16,8 @@ import pytest
 from tests.store.proxy import Relay
 from tests.store.stage import Contender, EtcdStore
 from xce_supervisor.store.engine import Fact, Unavailable
+from xce_supervisor.testbed.etcd_cluster import free_ports
+from xce_supervisor.testbed.pki import Subject, make_pki
 
 pytestmark = pytest.mark.needs("etcd")
 
@@ -107,3 +112,51 @@ async def test_the_lease_is_what_etcd_grants_not_what_was_asked(etcd_store: Etcd
         left_s = lead.until.remaining_ns(lead.bid.anchor) / 1e9
         assert left_s == pytest.approx(granted_s * 0.9) or left_s > granted_s * 0.9, "a tenth is kept back, more only by renewal"
         assert one.engine.leads(term)
+
+
+async def test_a_store_that_went_back_is_not_led(etcd_store: EtcdStore) -> None:
+    """A backup put back under the running candidate: terms that were given out are not given out again."""
+    async with Contender(etcd_store.url, "c1") as one:
+        first = await one.elected()
+        await one.engine.resign(first)
+        second = await one.elected(above=first)
+        etcd_store.put("term", "0")
+        await one.engine.resign(second)
+        with pytest.raises(TimeoutError):
+            await one.until(lambda: one.terms()[2:] or None, limit_s=1.0)
+
+
+async def test_certificates_are_shown_and_checked(tmp_path: Path) -> None:
+    """An etcd that wants client certificates: with them it is led in, without them or with a foreign authority it is not."""
+    pki = tmp_path / "pki"
+    server, client = make_pki(pki, "test", [Subject("controller", "etcd"), Subject("controller", "c1")]).certificates
+    make_pki(tmp_path / "foreign", "test", [Subject("controller", "c1")])
+    binary = shutil.which("etcd")
+    assert binary is not None
+    client_port, peer_port = free_ports(2)
+    address = f"https://127.0.0.1:{client_port}"
+    peer = f"http://127.0.0.1:{peer_port}"
+    command = [
+        binary, "--data-dir", str(tmp_path / "data"), "--listen-client-urls", address, "--advertise-client-urls", address,
+        "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", f"default={peer}",
+        "--client-cert-auth", "--trusted-ca-file", str(pki / "ca.pem"), "--cert-file", str(server.cert),
+        "--key-file", str(server.key),
+    ]  # fmt: skip
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+    url = f"etcd://127.0.0.1:{client_port}/tls?ttl_s=2"
+    pair = f"&cert={client.cert}&key={client.key}"
+    try:
+        async with Contender(f"{url}&ca={pki}/ca.pem{pair}", "c1") as one:
+            term = await one.elected(limit_s=20)
+            await one.engine.append(term, [Fact("test", "a", b"{}")])
+
+        async def refused(options: str) -> None:
+            async with Contender(url + options, "c1") as one:
+                with pytest.raises(Unavailable):
+                    await one.engine.read()
+
+        await asyncio.gather(*map(refused, ("", f"&ca={pki}/ca.pem", f"&ca={tmp_path}/foreign/ca.pem{pair}")))
+    finally:
+        process.kill()
+        process.wait()

@@ -117,14 +117,19 @@ async def test_a_card_of_a_reused_pid_kills_nobody(sqlite_store: SqliteStore) ->
         found = fence.holder()
         assert found is not None and found.identity.pid == stopped.pid and found.stopped and not found.candidate
         cards = Path(f"{sqlite_store.path}.candidates")
-        (cards / f"{stopped.pid}.{found.identity.start_ticks + 1}").write_text(read_boot_id())
-        (cards / f"{stopped.pid}.{found.identity.start_ticks}").write_text("another boot")
+        (cards / f"{stopped.pid}.{found.identity.start_ticks + 1}.{read_boot_id()}").touch()
+        (cards / f"{stopped.pid}.{found.identity.start_ticks}.another-boot").touch()
         (cards / "rubbish").write_bytes(b"\xff")
         again = fence.holder()
         assert again is not None and not again.candidate
         other = Identity(stopped.pid, found.identity.start_ticks + 1, read_boot_id())
         assert not fence.kill(Holder(other, stopped=True, candidate=True))
         assert stopped.poll() is None
+        fence.declare()
+        assert {card.name.partition(".")[0] for card in cards.iterdir()} == {"rubbish", str(os.getpid())}, (
+            "cards of the gone stay"
+        )
+        fence.withdraw()
 
 
 # ---------------------------------------------------------------- the file's fate

@@ -171,10 +171,10 @@ def check_facts(facts: Sequence[Fact]) -> None:
     assert len({(fact.kind, fact.key) for fact in facts}) == len(facts), "the same fact twice in one append"
 
 
-def tell_bug(campaign: asyncio.Task[None]) -> None:
-    """A campaign ends by being cancelled. Any other end is a bug, told to the loop's exception handler under the key "bug": the
-    candidate can neither renew nor be elected any more, so its process should end."""
-    if campaign.cancelled():
+def tell_bug(task: asyncio.Task[None]) -> None:
+    """Done callback of a task that ends by being cancelled alone. Any other end is a bug, told to the loop's exception handler
+    under the key "bug": what hangs on the task (a campaign, say) stands still for good, so the process should end."""
+    if task.cancelled():
         return
-    error = campaign.exception()
-    campaign.get_loop().call_exception_handler({"message": "the store's campaign ended", "exception": error, "bug": error})
+    error = task.exception() or AssertionError("it returned")
+    task.get_loop().call_exception_handler({"message": f"{task.get_name()} ended", "exception": error, "bug": error})

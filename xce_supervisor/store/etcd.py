@@ -89,6 +89,7 @@ class EtcdEngine:
         self._seen: e.Leader | None = None
         self._told_none = False
         self._hold_until_s = 0.0
+        self._term_seen = 0
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._log = structlog.get_logger().bind(engine=self.name)
@@ -157,6 +158,8 @@ class EtcdEngine:
 
     async def _follow_leader(self, pair: Any) -> None:
         value = msgspec.json.decode(pair.value, type=_LeaderValue)
+        if await self._went_back(value.term):
+            return
         bid = self._bid
         if bid is not None and value.nonce == bid.nonce and not bid.until().ended(read_now()):
             # The transaction whose answer was lost had been carried out after all.
@@ -178,6 +181,8 @@ class EtcdEngine:
             bid = await self._lease_for_bid()
             read = await self._calls.range(m.RangeRequest(key=self._term_key.encode()), self._ttl_s / 2)
             term, revision = (int(read.kvs[0].value), read.kvs[0].mod_revision) if read.kvs else (0, 0)
+            if await self._went_back(term):
+                return
             value = msgspec.json.encode(
                 _LeaderValue(
                     self._candidate.controller_id, self._candidate.instance_id, self._candidate.address, term + 1, bid.nonce
@@ -204,6 +209,16 @@ class EtcdEngine:
         else:  # only the term had moved: somebody was elected and is gone again
             await self._pause(RETRY_S + random.random() * RETRY_S)
 
+    async def _went_back(self, term: int) -> bool:
+        """A term lower than one seen before means that an older copy of the store was put back: it is not campaigned in."""
+        if term >= self._term_seen:
+            self._term_seen = term
+            return False
+        self._log.error("store.lost", prefix=self._prefix, reason=f"term {term} after term {self._term_seen}: an older copy")
+        self._see(None)
+        await self._pause(LOOK_S)
+        return True
+
     async def _lease_for_bid(self) -> _Bid:
         """The lease of a bid that lost is used again while more than half of it is left; the nonce always is a new one."""
         bid = self._bid
@@ -218,6 +233,7 @@ class EtcdEngine:
 
     def _elected(self, bid: _Bid, term: int, create_revision: int) -> None:
         self._bid = None
+        self._term_seen = term
         self._lead = _Lead(term, bid, LeaderKey(self._leader_key, create_revision, term), bid.until())
         self._seen, self._told_none = None, False
         self._log_facts.forget()

@@ -4,8 +4,8 @@ A process that is stopped (SIGSTOP, freezer) between BEGIN and COMMIT keeps the 
 it: nobody else may write that it has. On one machine the remedy is to kill it, which the kernel makes certain. It is done only
 
 * after the leadership lease has run out (the caller sees to that), and the same process has held the lock all the time since,
-* to a process that has declared itself a candidate of this very store (a card in the folder `FILE.candidates`, written before
-  its first transaction, naming pid, start ticks and boot id), is open on this very file, and holds the lock at the last look,
+* to a process that has declared itself a candidate of this very store (a card in the folder `FILE.candidates`, made before its
+  first transaction and named by pid, start ticks and boot id), has this very file open, and holds the lock at the last look,
 * through a pidfd, so that a pid that was used again is never hit (docs/rules.md S15).
 
 A stranger with the lock (somebody's shell) is named in the log and left alone. The lock is seen in /proc/locks; the -shm file is
@@ -46,16 +46,16 @@ class Fence:
         self._own = self._cards / _card_name(Identity(os.getpid(), _start_ticks(os.getpid()), self._boot_id))
 
     def declare(self) -> None:
-        """Write this process's card, before its first transaction; remove the cards of processes that are gone.
+        """Make this process's card, before its first transaction; remove the cards of processes that are gone.
 
         Raises:
             OSError: the folder cannot be written.
         """
         self._cards.mkdir(mode=0o750, exist_ok=True)
-        self._own.write_text(self._boot_id, encoding="ascii")
+        self._own.touch()  # all is in the name: no reader ever sees half a card
         for card in self._cards.iterdir():
-            identity = self._read_card(card)
-            if identity is None or not _alive(identity):
+            identity = _named(card.name)
+            if identity is not None and (identity.boot_id != self._boot_id or not _alive(identity)):
                 card.unlink(missing_ok=True)
 
     def withdraw(self) -> None:
@@ -98,17 +98,7 @@ class Fence:
         return True
 
     def _declared(self, identity: Identity) -> bool:
-        return self._read_card(self._cards / _card_name(identity)) == identity
-
-    def _read_card(self, card: Path) -> Identity | None:
-        pid, _, ticks = card.name.partition(".")
-        if not (pid.isascii() and pid.isdigit() and ticks.isascii() and ticks.isdigit()):
-            return None
-        try:
-            boot_id = card.read_text(encoding="ascii")
-        except (OSError, UnicodeDecodeError):
-            return None
-        return Identity(int(pid), int(ticks), boot_id) if boot_id == self._boot_id else None
+        return (self._cards / _card_name(identity)).is_file()
 
     def _has_open(self, pid: int) -> bool:
         wanted = os.stat(self._shm)
@@ -123,7 +113,16 @@ class Fence:
 
 
 def _card_name(identity: Identity) -> str:
-    return f"{identity.pid}.{identity.start_ticks}"
+    return f"{identity.pid}.{identity.start_ticks}.{identity.boot_id}"
+
+
+def _named(name: str) -> Identity | None:
+    """The identity in a card's name, None where it is no card: somebody else's file, left alone."""
+    pid, _, rest = name.partition(".")
+    ticks, _, boot_id = rest.partition(".")
+    if not boot_id or not all(part.isascii() and part.isdigit() for part in (pid, ticks)):
+        return None
+    return Identity(int(pid), int(ticks), boot_id)
 
 
 def _lock_holder(table: str, inode: int) -> int | None:

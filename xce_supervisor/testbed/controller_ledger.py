@@ -20,6 +20,7 @@ from xce_supervisor.core.jobs import Admitted, Job, JobTable, Refusal, Refused
 from xce_supervisor.errors import RequestRefused
 from xce_supervisor.store.engine import (
     APPEND_BYTES_MAX,
+    FACT_BYTES_MAX,
     FACTS_PER_APPEND_MAX,
     Behind,
     Conflict,
@@ -27,6 +28,7 @@ from xce_supervisor.store.engine import (
     Fact,
     Fenced,
     Unavailable,
+    tell_bug,
 )
 from xce_supervisor.testbed.controller_facts import from_stored, to_stored
 from xce_supervisor.wire.words import ErrorCode
@@ -116,6 +118,7 @@ class Ledger:
         """Take proposals from now on, as primary of `term`; the table must be applied up to the own NOOP."""
         assert self._task is None and not self._reading.locked()
         self._task = asyncio.get_running_loop().create_task(self._commit_rounds(term), name="ledger")
+        self._task.add_done_callback(tell_bug)
 
     def close(self) -> None:
         """Take no more proposals; what is queued is refused. What is being appended may be committed yet."""
@@ -191,6 +194,9 @@ class Ledger:
             facts = [to_stored(fact) for fact in decided.facts]
             if not facts:
                 proposal.outcome.set_result(self.applied)
+                continue
+            if any(len(fact.body) > FACT_BYTES_MAX for fact in facts):
+                _refuse(proposal, ErrorCode.MALFORMED, f"it comes to a fact of more than {FACT_BYTES_MAX} bytes, which is the limit")
                 continue
             if not round_.takes(facts):
                 left.append(proposal)

@@ -195,7 +195,9 @@ class Requests:
         if not message.name:
             raise RequestRefused(ErrorCode.MALFORMED, "a session needs a name")
         session = self._c.sessions.join(self._connection, message)
-        asyncio.get_running_loop().call_soon(self._c.after_join, session)
+        # The answer goes out in the loop's next turn, by a callback that is queued behind this one: hence the turn after that.
+        loop = asyncio.get_running_loop()
+        loop.call_soon(loop.call_soon, self._c.after_join, session)
         return Joined(
             session_id=session.session_id,
             controller_id=config.controller_id,

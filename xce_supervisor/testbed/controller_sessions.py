@@ -73,7 +73,7 @@ class Sessions:
                     f"{message.host_role.name.lower()} {before.name} has a session from {before.connection.remote},"
                     f" heard {self._clock.age_ms(before.heard_s)} ms ago",
                 )
-            self._end(before, "replaced by a new join", tell=True)
+            self._end(before, "replaced by a new join", tell=before.connection is not connection)
         if len(self._by_id) >= SESSIONS_MAX:
             raise RequestRefused(ErrorCode.LIMIT, f"{SESSIONS_MAX} sessions are open, which is the limit")
         now_s = self._clock.now_s()
