@@ -73,7 +73,17 @@ class Xce(Adapter):  # type: ignore[name-defined]  # noqa: F821 - given by the h
         )
         with open(f"{self.d}/supervisor.toml", "w", encoding="utf-8") as file:
             file.write(_CONFIG.format(d=self.d, address=address, cgroup=self.cgroup))
-        argv = ["controller", "--id", "c1", "--listen", address, "--store", f"sqlite://{self.d}/store.db", "--pki", f"{self.d}/pki"]
+        argv = [
+            "controller",
+            "--id",
+            "c1",
+            "--listen",
+            address,
+            "--store",
+            f"sqlite://{self.d}/store.db",
+            "--pki",
+            f"{self.d}/pki",
+        ]
         self.controller = subprocess.Popen(
             [*_program("testbed"), *argv], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )

@@ -70,7 +70,12 @@ def judge(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for metric, over_floor, over_best, what in (
             ("restart_p50", 2.5, 1.25, "crash of a ready child to its successor's exec, median"),
             ("grace_overshoot_p50", 2.0, None, "overshoot of a 1 s grace with a deaf child, median"),
-            ("grace_overshoot_max", None, None, "overshoot of a 1 s grace with a deaf child, worst (goal: 10 ms on a calm machine)"),
+            (
+                "grace_overshoot_max",
+                None,
+                None,
+                "overshoot of a 1 s grace with a deaf child, worst (goal: 10 ms on a calm machine)",
+            ),
             ("start100_first_to_last", 3.0, None, "start of 100 children, first to last exec"),
             ("mass100_all_restarted", 2.0, None, "100 killed at once, all back"),
             ("mass100_zombies_left", None, None, "zombies left after that (goal: 0)"),
