@@ -3,7 +3,7 @@
 
     python benchmarks/supervision.py --harness DIR [--parts restart,grace,burst,idle] [--peers ref-c,erlang-otp,...] [--json]
 
-DIR holds the harness of process supervisors (bench_supervisors.py and what it builds; its own README says how to set it up). It is
+DIR holds the harness of process supervisors (bench_supervisors.py and what it builds; its README says how to set it up). It is
 copied, ours is added to it by benchmarks/peer_adapter.py, and what it measured is held against the goals below. The numbers
 come from the harness's own clocks and pidfds; nothing that we say of ourselves is used. Run as root, on a calm machine.
 """
