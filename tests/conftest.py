@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import importlib.util
 import inspect
 import os
 import re
@@ -60,13 +61,7 @@ def _userns() -> str:
 def _etcd() -> str:
     """Return the path of the etcd server where Python can speak to it too, else ""."""
     found = shutil.which("etcd")
-    if found is None:
-        return ""
-    try:
-        import grpc  # noqa: F401
-    except ImportError:
-        return ""
-    return found
+    return found if found is not None and importlib.util.find_spec("grpc") is not None else ""
 
 
 _HOW = {
