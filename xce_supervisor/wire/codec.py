@@ -81,7 +81,12 @@ def _tables() -> tuple[dict[int, Table], dict[int, Table], dict[type, tuple[Tabl
 _REQUESTS, _REPLIES, _BY_CLASS = _tables()
 _ENVELOPE = SCHEMA.Request
 _F_OPCODE, _F_ANSWER, _F_ID, _F_BODY = (_ENVELOPE.schema.fields[name] for name in ("opcode", "answer", "id", "body"))
-_NEW = _ENVELOPE.new_message
+# Length, segment table, root pointer, and the envelope's two data words, as encode writes them; then the body's pointer follows.
+_OPENING = struct.Struct("<QIIIIHHIQ")
+_ENVELOPE_OPEN = struct.Struct("<IIHH4xQ")
+_ENVELOPE_BYTES = 24
+_ENVELOPE_SIZES = 0x0001_0002  # one pointer, two data words
+_USUAL_MIN, _USUAL_MAX = 40, 1 << 20  # longer ones are not copied for the sake of a microsecond
 _READ = _ENVELOPE.read_multiple_bytes
 # Everything that pycapnp was seen to raise on hostile bytes and on values that do not fit.
 _CAPNP_ERRORS = (capnp.KjException, ValueError, RuntimeError, OverflowError, TypeError)
@@ -108,22 +113,17 @@ def encode(frame: Frame) -> bytes:
     assert frame.is_reply == (opcode == REPLY), f"{table.title} is {'a' if opcode == REPLY else 'no'} reply"
     error: str
     try:
-        message = _NEW(table.words)
-        put = message._set_by_field
-        put(_F_OPCODE, opcode)
-        if answer:
-            put(_F_ANSWER, answer)
-        if frame.id:
-            put(_F_ID, frame.id)
-        table.write(message._get_by_field(_F_BODY).as_struct(table.schema), body)
+        message = table.new(table.words)
+        table.write(message, body)
         packed: bytes = message.to_bytes()
         if packed[:4] != b"\0\0\0\0" and len(packed) <= FRAME_BYTES_MAX:  # more than one segment
             table.words = min(_WORDS_MAX, 1 << (len(packed) // 8).bit_length())
             return encode(frame)
-        return _HEADER.pack(len(packed)) + packed
+        length = len(packed) + _ENVELOPE_BYTES
+        return _OPENING.pack(length, 0, length // 8 - 1, 0, _ENVELOPE_SIZES, opcode, answer, 0, frame.id) + packed[8:]
     except BadField as bad:
         error = str(bad)
-    except _CAPNP_ERRORS as bad:
+    except (*_CAPNP_ERRORS, struct.error) as bad:
         error = f"{table.title}: {_plain(bad)}"
     raise ValueError(f"cannot be sent: {error}")
 
@@ -134,24 +134,58 @@ def decode(message: bytes) -> Incoming | str:
     count, first = _SEGMENTS.unpack_from(message)
     if (count or 8 + 8 * first != length) and (wrong := _wrong_segments(message)):
         return wrong
+    if count == 0 and _USUAL_MIN <= length <= _USUAL_MAX and (found := _decode_usual(message, length)) is not None:
+        return found
+    return _decode_any(message, length)
+
+
+def _decode_usual(message: bytes, length: int) -> Incoming | None:
+    """Read a message whose envelope lies as this project writes it; None if it does not, or if its body cannot be read so.
+
+    The envelope is taken off by hand: what is left, from the body's pointer on, is a message whose root is the body.
+    """
+    root, sizes, opcode, answer, number = _ENVELOPE_OPEN.unpack_from(message, 8)
+    if root or sizes != _ENVELOPE_SIZES:
+        return None
+    table = _REQUESTS.get(opcode) or (_REPLIES.get(answer) if opcode == REPLY else None)
+    if table is None:
+        return _bad(number, opcode, ErrorCode.UNSUPPORTED, _unknown(opcode, answer))
+    try:
+        rest = _SEGMENTS.pack(0, length // 8 - 4) + message[32:]
+        for reader in table.readers(rest, traversal_limit_in_words=_traversal(length), nesting_limit=_NESTING):
+            return Frame(id=number, body=table.read(reader), is_reply=opcode == REPLY)
+    except BadField as error:
+        return _bad(number, opcode, ErrorCode.MALFORMED, str(error))
+    except _CAPNP_ERRORS:
+        pass  # read whole, it says what is wrong, or is right after all (a pointer may lead back)
+    return None
+
+
+def _decode_any(message: bytes, length: int) -> Incoming | str:
+    """Read a message however it is laid out."""
     opcode = number = 0
     known = False
     try:
-        limit = max(_TRAVERSAL_WORDS_MIN, length // 2)  # 4 times the frame, in words of 8 bytes
-        for reader in _READ(message, traversal_limit_in_words=limit, nesting_limit=_NESTING):
+        for reader in _READ(message, traversal_limit_in_words=_traversal(length), nesting_limit=_NESTING):
             get = reader._get_by_field
-            opcode, number = get(_F_OPCODE), get(_F_ID)
+            opcode, answer, number = get(_F_OPCODE), get(_F_ANSWER), get(_F_ID)
             known = True
-            table = _REQUESTS.get(opcode) or (_REPLIES.get(get(_F_ANSWER)) if opcode == REPLY else None)
+            table = _REQUESTS.get(opcode) or (_REPLIES.get(answer) if opcode == REPLY else None)
             if table is None:
-                return _bad(number, opcode, ErrorCode.UNSUPPORTED, _unknown(opcode, get(_F_ANSWER)))
-            return Frame(id=number, body=table.read(get(_F_BODY).as_struct(table.schema)), is_reply=opcode == REPLY)
+                return _bad(number, opcode, ErrorCode.UNSUPPORTED, _unknown(opcode, answer))
+            body = table.read(get(_F_BODY).as_struct(table.schema))
+            return Frame(id=number, body=body, is_reply=opcode == REPLY)
         return "the message is shorter than its own segment table says"
     except BadField as error:
         return _bad(number, opcode, ErrorCode.MALFORMED, str(error))
     except _CAPNP_ERRORS as error:
         text = f"the message cannot be read: {_plain(error)}"
         return _bad(number, opcode, ErrorCode.MALFORMED, text) if known else text
+
+
+def _traversal(length: int) -> int:
+    """The limit on words read: 4 times the frame, in words of 8 bytes."""
+    return max(_TRAVERSAL_WORDS_MIN, length // 2)
 
 
 def _bad(number: int, opcode: int, code: ErrorCode, text: str) -> BadMessage:

@@ -83,7 +83,10 @@ class Table:
     def __init__(self, cls: type[msgspec.Struct]) -> None:
         self.title = cls.__name__
         self.words = 256
-        self.schema: Any = getattr(SCHEMA, self.title).schema
+        module = getattr(SCHEMA, self.title)
+        self.schema: Any = module.schema
+        self.new: Callable[[int], Any] = module.new_message
+        self.readers: Callable[..., Any] = module.read_multiple_bytes
         self._names: dict[str, Any] = {"cls": cls, "too_long": _too_long}  # what the compiled functions see
         before: Lines = []
         arguments: Lines = []
