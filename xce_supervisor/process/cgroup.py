@@ -21,6 +21,7 @@ import secrets
 import select
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from urllib.parse import quote, unquote
 
@@ -28,7 +29,7 @@ from xce_supervisor.core.words import Identity
 from xce_supervisor.process.births import Births
 from xce_supervisor.process.identity import identity_of, is_alive, read_proc, read_stat, send_signal
 from xce_supervisor.process.mark import marked, oldest_first
-from xce_supervisor.process.nursery import Newborn, Nursery, pids_of
+from xce_supervisor.process.nursery import Newborn, Nursery, pids_in, pids_of
 
 _LEAF = "supervisor"
 _UNIT = "unit-"
@@ -99,7 +100,7 @@ class CgroupForest:
             leaf.mkdir(parents=True, exist_ok=True)
             if not (leaf / "cgroup.kill").exists():
                 raise CgroupUnusable("this kernel has no cgroup.kill (it came with Linux 5.14)")
-            (leaf / "cgroup.procs").write_text("0")
+            _write(f"{leaf}/cgroup.procs", "0")
         except OSError as error:
             _remove(folder)
             raise CgroupUnusable(f"cgroup v2 at {self._base} cannot be used ({error.strerror})") from error
@@ -134,7 +135,7 @@ class CgroupForest:
             tree.drop()
         self.poller.close()
         with contextlib.suppress(OSError):  # then the leaf stays, for the next supervisor of this name
-            (self._home / "cgroup.procs").write_text("0")
+            _write(f"{self._home}/cgroup.procs", "0")
         for folder in {self.folder, *self._found()}:
             _remove(folder)
 
@@ -186,8 +187,8 @@ class CgroupTree:
         return sum(send_signal(identity, number) for identity, _ in self.members())
 
     def kill(self) -> None:
-        with contextlib.suppress(FileNotFoundError, OSError):
-            (self._folder / "cgroup.kill").write_text("1")
+        with contextlib.suppress(FileNotFoundError):  # no child yet, or somebody removed the empty group
+            _write(f"{self._folder}/cgroup.kill", "1")
 
     def members(self) -> list[tuple[Identity, str]]:
         return _living(self._folder)
@@ -249,16 +250,25 @@ class CgroupTree:
         self._forest.loop.call_soon_threadsafe(self._close, former)
 
     def _settle(self, leader: Identity, token: str) -> None:
-        newborn = Newborn(self.unit, leader, token, lambda: pids_of(self._folder), self._move)
-        self._forest.nursery.settle(newborn, lambda: pids_of(self._forest.leaf))
+        newborn = Newborn(self.unit, leader, token, partial(pids_of, self._folder), self._move)
+        self._forest.nursery.settle(newborn, partial(pids_in, str(self._forest.leaf)))
 
     def _move(self, pid: int) -> bool:
         """Move one process. Returns False when it is gone."""
         try:
-            (self._folder / "cgroup.procs").write_text(str(pid))
+            _write(f"{self._folder}/cgroup.procs", str(pid))
         except ProcessLookupError:
             return False
         return True
+
+
+def _write(path: str, text: str) -> None:
+    """Write a control file of a cgroup."""
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.write(fd, text.encode("ascii"))
+    finally:
+        os.close(fd)
 
 
 def _living(folder: Path) -> list[tuple[Identity, str]]:

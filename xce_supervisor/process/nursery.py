@@ -11,6 +11,7 @@ a child that takes too long with it loses its turn, and then the first one is he
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import threading
 import time
@@ -108,9 +109,12 @@ class Nursery:
     def _sweep(self, search: _Search, pids: list[int]) -> tuple[int, int]:
         """Look once at everyone. Returns how many were moved, and how many are doubtful: who died since he was listed, too."""
         newborn = search.newborn
+        others = [pid for pid in pids if pid not in (0, os.getpid())]
+        if not others:
+            return 0, 0
         inside = {newborn.leader.pid, *newborn.inside()}
         moved = doubtful = 0
-        for pid in pids:
+        for pid in others:
             verdict = self._judge(pid, search, inside)
             if verdict is _Verdict.OURS and newborn.move(pid):
                 inside.add(pid)
@@ -123,7 +127,7 @@ class Nursery:
 
     def _judge(self, pid: int, search: _Search, inside: set[int]) -> _Verdict:
         newborn = search.newborn
-        if pid in (0, os.getpid()) or self._births.claimed(pid):
+        if self._births.claimed(pid):
             return _Verdict.NOT_OURS
         births_open = self._births.any_open()  # asked before the evidence is read: a claim ends a birth
         stat = read_stat(pid)
@@ -163,10 +167,25 @@ def _descends(stat: Stat, inside: set[int]) -> bool:
     return False
 
 
+def pids_in(folder: str) -> list[int]:
+    """Return the processes of one cgroup itself; empty when there is no such group."""
+    try:
+        fd = os.open(f"{folder}/cgroup.procs", os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return []
+    try:
+        chunks = []
+        while chunk := os.read(fd, 65536):
+            chunks.append(chunk)
+        return [int(line) for line in b"".join(chunks).split()]
+    except OSError as error:
+        if error.errno not in (errno.ENODEV, errno.EOPNOTSUPP):  # the group went away meanwhile, or is a threaded one
+            raise
+        return []
+    finally:
+        os.close(fd)
+
+
 def pids_of(folder: Path) -> list[int]:
     """Return the processes of a cgroup and of all below it; empty when there is no such group."""
-    found: list[int] = []
-    for path, _, _ in os.walk(folder):
-        with contextlib.suppress(OSError):  # the group went away meanwhile
-            found += [int(line) for line in Path(path, "cgroup.procs").read_text(encoding="ascii").split()]
-    return found
+    return [pid for path, _, _ in os.walk(folder) for pid in pids_in(path)]

@@ -8,6 +8,7 @@ neither the script from its interpreter nor the program from its directory (docs
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import stat
 import struct
@@ -101,15 +102,31 @@ def _shebang(head: bytes) -> str | None:
 
 def _examine_elf(path: str, head: bytes, step: str, depth: int) -> SpawnError | None:
     """Follow the loader that an ELF file asks for; doubt a file of another machine."""
-    own = _own_machine()
+    own_machine, own_loader = _own()
     if len(head) < 64 or head[5] != 1:
         return SpawnError(step, path, errno.ENOEXEC, detail="a broken or foreign ELF file")
-    (machine,) = struct.unpack_from("<H", head, 18)
-    if (head[4], machine) != own:
-        detail = f"an ELF file of another machine (number {machine}; ours is {own[1]})"
+    machine = _machine(head)
+    if machine != own_machine:
+        detail = f"an ELF file of another machine (number {machine[1]}; ours is {own_machine[1]})"
         return SpawnError(step, path, errno.ENOEXEC, detail=detail)
-    if head[4] != 2:
-        return None
+    loader = _loader(head) if head[4] == 2 else ""
+    # Our own loader is mapped into this very process: it is there, and warm.
+    return _examine(loader, "interpreter", path, depth + 1) if loader and loader != own_loader else None
+
+
+@functools.cache
+def _own() -> tuple[tuple[int, int], str]:
+    """Return (class, machine number) and loader of the ELF file that runs us."""
+    head = _read_head("/proc/self/exe") or b""
+    return (_machine(head), _loader(head)) if len(head) >= 64 else ((0, 0), "")
+
+
+def _machine(head: bytes) -> tuple[int, int]:
+    return head[4], int(struct.unpack_from("<H", head, 18)[0])
+
+
+def _loader(head: bytes) -> str:
+    """Return the loader that a 64-bit ELF file asks for; "" when it asks for none, or not in its first page."""
     (offset,) = struct.unpack_from("<Q", head, 32)
     size, count = struct.unpack_from("<HH", head, 54)
     for number in range(min(count, 64)):
@@ -119,15 +136,8 @@ def _examine_elf(path: str, head: bytes, step: str, depth: int) -> SpawnError | 
         kind, _flags, start = struct.unpack_from("<IIQ", head, at)
         (length,) = struct.unpack_from("<Q", head, at + 32)
         if kind == _PT_INTERP and start + length <= len(head):
-            loader = os.fsdecode(head[start : start + length].rstrip(b"\0"))
-            return _examine(loader, "interpreter", path, depth + 1)
-    return None
-
-
-def _own_machine() -> tuple[int, int]:
-    """Return (class, machine number) of the ELF file that runs us."""
-    head = _read_head("/proc/self/exe") or b""
-    return (head[4], struct.unpack_from("<H", head, 18)[0]) if len(head) >= 20 else (0, 0)
+            return os.fsdecode(head[start : start + length].rstrip(b"\0"))
+    return ""
 
 
 def foreign_formats() -> bool:
