@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import fcntl
 import os
@@ -10,7 +11,6 @@ import shutil
 import signal
 import stat
 import struct
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -264,32 +264,18 @@ async def hung_program(stage: Stage, path: str) -> dict[str, Any]:
     leased = Leased(Path(path))
     spec = SpawnSpec((path,), PATH)
     spawning = stage.loop.create_task(stage.spawn(spec))
-    gap = 0.0
-    other = None
-    last = began = time.monotonic()
-    while (now := time.monotonic()) < began + 0.3:
-        gap, last = max(gap, now - last), now
-        await _turn(stage)
-        if other is None and now > began + 0.1:
-            other = stage.loop.create_task(stage.spawn(shell("exit 0")))
-            assert not spawning.done()
-    assert other is not None and other.done(), "another lane goes on"
-    leased.give_back()
+    other = await stage.ended(await stage.spawn(shell("exit 6")))
+    for _ in range(20):
+        await asyncio.sleep(0.01)
+    hung = not spawning.done()
+    leased.give_back()  # from the loop: without its turns the program would hang for the kernel's 45 s
     exited = await stage.ended(await spawning)
-    return {"gap_ms": gap * 1000, "code": exited.code}
-
-
-async def _turn(stage: Stage) -> None:
-    future = stage.loop.create_future()
-    stage.loop.call_later(0.001, future.set_result, None)
-    await future
+    return {"hung": hung, "other": other.code, "code": exited.code}
 
 
 def test_a_program_on_a_hung_disk_hangs_its_lane_and_nobody_else(tmp_path: Path) -> None:
     """docs/rules.md S13: the loop goes on, other lanes spawn, and the child starts when the file system answers again."""
-    found = play(hung_program, str(tmp_path / "leased"), forest="group")
-    assert found["code"] == 0
-    assert found["gap_ms"] < 150, "the lane reads the program before the exec, without the interpreter's lock"
+    assert play(hung_program, str(tmp_path / "leased"), forest="group") == {"hung": True, "other": 6, "code": 0}
 
 
 def test_a_program_that_may_be_run_but_not_read_is_started(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from xce_supervisor.process.identity import read_identity
 from xce_supervisor.process.spawn import SpawnSpec, spawn
 from xce_supervisor.process.table import own_children
 
+LOADED_S = 5.0  # a second on a calm machine; the tests run on loaded ones
 loops = pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
 
 
@@ -62,7 +63,7 @@ def test_three_hundred_exits_at_an_instant_are_each_told_once(loop: str) -> None
     found = play(all_at_once, 300, forest="group", loop=loop)
     took = found.pop("took_s")
     assert found == {"told": 300, "different": 300, "signals": [9], "zombies": 0, "watched": 0}
-    assert took < 1.0 + 2.0, "within a second, and what a loaded machine adds"
+    assert took < LOADED_S
 
 
 async def orphans_at_once(stage: Stage, count: int) -> dict[str, Any]:
@@ -92,7 +93,7 @@ def test_three_hundred_orphans_at_an_instant_are_collected(loop: str) -> None:
     found = play(orphans_at_once, 300, forest="group", loop=loop)
     took = found.pop("took_s")
     assert found == {"collected": 300, "different": 300, "codes": [3], "left": []}
-    assert took < 1.0 + 2.0
+    assert took < LOADED_S
 
 
 async def as_init(stage: Stage) -> dict[str, Any]:
