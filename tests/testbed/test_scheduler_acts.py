@@ -211,13 +211,14 @@ def test_the_view_drops_pictures_that_are_older_than_what_it_knows() -> None:
     view.apply(JobPush(seq=2, term=1, jobs=(job("a"),)))
     [placement] = view.placements()
     view.dispatched(placement)
-    view.apply(JobPush(seq=3, term=1, jobs=(job("a"),), full=True))
+    view.apply(JobPush(seq=3, term=1, jobs=(job("a"),)))
+    view.apply(JobPush(seq=4, term=1, jobs=(job("a"),), full=True))
     assert view.placements() == []
-    view.apply(JobPush(seq=4, term=1, jobs=(job("a", attempt=1),)))
+    view.apply(JobPush(seq=5, term=1, jobs=(job("a", attempt=1),)))
     assert [(one.job_id, one.attempt) for one in view.placements()] == [("a", 2)]
-    view.apply(JobPush(seq=5, term=1, jobs=(), full=True))
+    view.apply(JobPush(seq=6, term=1, jobs=(), full=True))
     assert view.placements() == [] and not view.gap
-    view.apply(QueuePush(seq=7, term=1, workers=()))
+    view.apply(QueuePush(seq=8, term=1, workers=()))
     assert view.gap
 
 

@@ -104,7 +104,7 @@ def test_a_report_is_repeated_until_it_is_answered(tmp_path: Path) -> None:
         async with controller(stage) as fake:
             stage.worker([fake.address])
             await joined(fake)
-            fake.trouble.refuse[Opcode.JOB_STATE_REPORT] = ErrorCode.UNAVAILABLE
+            fake.trouble.refuse[Opcode.JOB_STATE_REPORT] = ErrorCode.LIMIT
             asked = len(fake.asked)
             fake.tell(HostRole.WORKER, start_of("a", "true"))
             await fake.until(lambda: sum(one.opcode is Opcode.JOB_STATE_REPORT for one in fake.asked[asked:]) >= 3)
@@ -240,19 +240,20 @@ def test_an_end_that_was_logged_and_not_told_survives_a_kill(tmp_path: Path) -> 
 
 
 def test_sigterm_ends_the_jobs_and_tells(tmp_path: Path) -> None:
-    """A job that obeys and one that is deaf, stopped or not: both end, both are reported lost, the worker ends with 0."""
+    """A job that obeys, one that is deaf and one that is stopped: all end and are reported lost, the worker ends with 0."""
 
     async def scenario(stage: Stage) -> None:
-        runs = tmp_path / "runs"
+        runs, woken = tmp_path / "runs", tmp_path / "woken"
         async with controller(stage) as fake:
-            worker = stage.worker([fake.address], stop_grace_s=0.5)
+            worker = stage.worker([fake.address], stop_grace_s=1.0)
             await joined(fake)
             fake.tell(HostRole.WORKER, start_of("tame", *append_to(runs, "sleep 300")))
             fake.tell(HostRole.WORKER, start_of("deaf", *append_to(runs, "trap '' TERM", "while :; do sleep 1; done")))
-            fake.tell(HostRole.WORKER, start_of("stopped", *append_to(runs, "kill -STOP $$", "sleep 300")))
+            fake.tell(HostRole.WORKER, start_of("stopped", *append_to(runs, f"trap 'touch {woken}; exit' TERM", "kill -STOP $$")))
             await until(lambda: len(lines_of(runs)) == 3, 5)
             worker.signal(signal.SIGTERM)
             assert await worker.exit_code() == ExitCode.ASKED
+            assert woken.exists(), "SIGTERM stays pending on a stopped process unless SIGCONT follows"
             assert {name: told(fake)[name, 1].reason for name in ("tame", "deaf", "stopped")} == dict.fromkeys(
                 ("tame", "deaf", "stopped"), "host lost"
             )
