@@ -11,6 +11,7 @@ import shutil
 import signal
 import stat
 import struct
+import tempfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -120,6 +121,40 @@ def test_what_no_tool_could_set_is_refused_before_the_exec(tmp_path: Path) -> No
     chained = SpawnSpec((str(text),), PATH, limits={"core": (0, 0), "nofile": (64, 64)})
     error = refused(chained)
     assert (error.step, error.path, error.errno) == ("program", str(text), errno.ENOEXEC), "the tools would run it with sh"
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that every user can reach; pytest's own are private."""
+    with tempfile.TemporaryDirectory(prefix="xce-test-") as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
+@pytest.mark.needs("root")
+def test_what_the_units_user_may_not_run_is_refused_before_the_exec(open_folder: Path) -> None:
+    """docs/rules.md S13: setpriv could only say 126; the program, or the folder on its way, is looked at as that user would."""
+    secret = script(open_folder / "secret", "#!/bin/sh\nexit 3\n", 0o700)
+    shared = script(open_folder / "shared", "#!/bin/sh\nexit 4\n", 0o750)
+    os.chown(shared, 0, 1)
+    hidden = open_folder / "hidden"
+    hidden.mkdir(0o700)
+    inner = script(hidden / "inner", "#!/bin/sh\nexit 5\n")
+    scripted = script(open_folder / "scripted", f"#!{inner}\n")
+    for program, step, path in ((secret, "program", secret), (inner, "program", inner), (scripted, "interpreter", inner)):
+        error = refused(SpawnSpec((str(program),), PATH, user="nobody"))
+        assert (error.step, error.path, error.errno, error.permanent) == (step, str(path), errno.EACCES, True)
+        assert "user nobody" in error.text
+    assert refused(SpawnSpec((str(shared),), PATH, user="nobody")).errno == errno.EACCES
+
+    def both_ways() -> tuple[int, int, str]:
+        ends = [wait_code(spawn(SpawnSpec((str(shared),), PATH, user="nobody", group="daemon")))]
+        with pytest.raises(SpawnError):
+            spawn(SpawnSpec((str(secret),), PATH, user="nobody"))
+        ends.append(wait_code(spawn(SpawnSpec((str(secret),), PATH))))
+        return ends[0], ends[1], secret.read_text(encoding="utf-8")
+
+    assert in_lane(both_ways) == (4, 3, "#!/bin/sh\nexit 3\n"), "the lane has its own permissions back"
 
 
 def test_arguments_that_no_kernel_takes_are_refused(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import shutil
 import signal
+import sys
 import time
 from functools import partial
 from typing import Any
@@ -222,7 +223,8 @@ async def ignored_sigchld(stage: Stage) -> dict[str, Any]:
 
 def test_an_inherited_ignored_sigchld_loses_no_status() -> None:
     """docs/rules.md S19: with SIGCHLD ignored the kernel would reap for us and throw every status away."""
-    prefix = ["/bin/sh", "-c", "trap '' CHLD; exec \"$@\"", "sh"]
+    ignore = "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"
+    prefix = [sys.executable, "-c", ignore]  # a shell would not pass it on
     assert play(ignored_sigchld, forest="group", prefix=prefix) == {"code": 9}
 
 

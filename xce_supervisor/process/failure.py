@@ -41,7 +41,7 @@ class SpawnError(Exception):
     step: what was being done: "argv", "cwd", "program", "interpreter", "user", "limits", "tool", "output", "exec".
     path: the file or directory that is at fault, "" where none is. errno: the kernel's number.
     permanent: True when only a change of that file (or of the unit) helps; see `signature`.
-    signature: what `path` looked like, to be compared later with `signature(path)`.
+    signature: what `path` looked like, to be compared later with `signature(path)`. text: all of it, for people.
     """
 
     def __init__(self, step: str, path: str, number: int, *, detail: str = "", permanent: bool | None = None) -> None:
@@ -50,8 +50,9 @@ class SpawnError(Exception):
         self.errno = number
         self.permanent = number not in TRANSIENT if permanent is None else permanent
         self.signature = signature(path) if path else ()
+        self.detail = detail or os.strerror(number)
         name = errno.errorcode.get(number, str(number))
-        self.text = f"cannot start: {name}{' ' + path if path else ''} ({step}: {detail or os.strerror(number)})"
+        self.text = f"cannot start: {name}{' ' + path if path else ''} ({step}: {self.detail})"
         super().__init__(self.text)
 
 

@@ -6,20 +6,26 @@ for is looked up first (docs/rules.md S13).
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import errno
 import grp
 import os
 import pwd
 import resource
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
+from xce_supervisor.process import program
 from xce_supervisor.process.failure import SpawnError
 
 _TOOL_PATH = "/usr/bin:/bin:/usr/sbin:/sbin"
 _CAP_SYS_RESOURCE = 24
 _UNLIMITED = -1
+# By machine, as uname(2) names it: the raw system call, which changes the calling thread alone.
+_SYS_SETGROUPS = {"x86_64": 116, "aarch64": 159, "riscv64": 159, "loongarch64": 159, "ppc64le": 81, "s390x": 206}
 
 # Names as prlimit(1) spells its options.
 LIMITS: Mapping[str, int] = {
@@ -74,24 +80,83 @@ def limit_chain(limits: Mapping[str, tuple[int, int]]) -> list[str]:
     return [_tool("prlimit"), *options] if options else []
 
 
-def user_chain(account: Account, path: str) -> list[str]:
-    """Return the part of a command line that changes user and group; empty where none is asked for, or we are it already.
+@dataclass(frozen=True, slots=True)
+class Ids:
+    """Who a child will be."""
 
-    Raises SpawnError(step "user") for unknown names, or where we may not change (only root may). `path` is the program, named
-    in the error when that user may not execute it.
+    uid: int
+    gid: int
+    groups: tuple[int, ...]
+
+
+def ids_of(account: Account) -> Ids | None:
+    """Return who the child will be; None where it stays who we are.
+
+    Raises SpawnError(step "user") for unknown names, or where we may not change (only root may).
     """
     if account.user is None and account.group is None:
-        return []
+        return None
     user = _user(account.user) if account.user is not None else None
     gid = _group(account.group) if account.group is not None else (user.pw_gid if user else os.getegid())
     uid = user.pw_uid if user else os.geteuid()
     if uid == os.geteuid() and gid == os.getegid():
-        return []
+        return None
     if os.geteuid() != 0:
         detail = f"only root may start a child as {account.user or ''}:{account.group or ''}"
         raise SpawnError("user", "", errno.EPERM, detail=detail)
-    groups = "--init-groups" if user and user.pw_name else "--clear-groups"
-    return [_tool("setpriv"), f"--reuid={uid}", f"--regid={gid}", groups, "--"]
+    return Ids(uid, gid, tuple(os.getgrouplist(user.pw_name, gid)) if user else ())
+
+
+def user_chain(account: Account, path: str) -> list[str]:
+    """Return the part of a command line that changes user and group; empty where the child stays who we are.
+
+    path: the program; looked at with that user's permissions, because a refusal by setpriv would look like a crash. Blocks.
+
+    Raises SpawnError: as `ids_of`, and what `program.examine` says of the program for that user.
+    """
+    ids = ids_of(account)
+    if ids is None:
+        return []
+    try:
+        with acting_for(ids):
+            program.examine(path)
+    except SpawnError as error:
+        detail = f"{error.detail}, for user {account.user or ids.uid} and group {account.group or ids.gid}"
+        raise SpawnError(error.step, error.path, error.errno, detail=detail) from error
+    groups = f"--groups={','.join(str(each) for each in ids.groups)}" if ids.groups else "--clear-groups"
+    return [_tool("setpriv"), f"--reuid={ids.uid}", f"--regid={ids.gid}", groups, "--"]
+
+
+@contextlib.contextmanager
+def acting_for(ids: Ids) -> Iterator[None]:
+    """Give this thread, and no other, the file permissions of somebody else for the length of the block.
+
+    The kernel keeps credentials per thread; the C library would change all threads, so its setgroups is not used. Where the
+    number of that system call is not known nothing is changed, and the child's own exec has the last word.
+    """
+    number = _SYS_SETGROUPS.get(os.uname().machine)
+    if number is None:
+        yield
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    own_groups = os.getgroups()
+    own_uid, own_gid = os.geteuid(), os.getegid()
+    try:
+        _set_groups(libc, number, ids.groups)
+        libc.setfsgid(ctypes.c_uint(ids.gid))
+        libc.setfsuid(ctypes.c_uint(ids.uid))
+        yield
+    finally:
+        libc.setfsuid(ctypes.c_uint(own_uid))
+        libc.setfsgid(ctypes.c_uint(own_gid))
+        _set_groups(libc, number, own_groups)
+        assert libc.setfsuid(ctypes.c_uint(0xFFFFFFFF)) == own_uid, "this thread has its own permissions back"
+
+
+def _set_groups(libc: ctypes.CDLL, number: int, groups: Sequence[int]) -> None:
+    wanted = (ctypes.c_uint * len(groups))(*groups)
+    if libc.syscall(ctypes.c_long(number), ctypes.c_size_t(len(groups)), wanted) != 0:
+        raise OSError(ctypes.get_errno(), "cannot change this thread's groups (setgroups)")
 
 
 def _user(name: str) -> pwd.struct_passwd:
