@@ -128,15 +128,21 @@ def _live(stream: TextIO) -> Iterator[Callable[[Scene], None]]:
 
     console = Console(file=stream, highlight=False, markup=False, emoji=False)
     drawn_at = 0.0
+    last: Scene | None = None
     with Live(console=console, auto_refresh=False, transient=False) as live:
 
         def tell(scene: Scene) -> None:
-            nonlocal drawn_at
+            nonlocal drawn_at, last
+            last = scene
             if time.monotonic() - drawn_at >= REDRAW_S:
                 drawn_at = time.monotonic()
                 live.update(_picture(scene), refresh=True)
 
-        yield tell
+        try:
+            yield tell
+        finally:
+            if last is not None:
+                live.update(_picture(last), refresh=True)  # what came after the last drawing stays on screen too
 
 
 def _picture(scene: Scene) -> RenderableType:
