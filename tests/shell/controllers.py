@@ -199,6 +199,7 @@ async def peer(controllers: Controllers, host: Host, role: str, name: str) -> Pe
     return Peer(await connect(host.address, tls, deadline_s=5.0, on_push=pushes.append), pushes)
 
 
-def sqlite_url(folder: Path, lease_ms: int = 1000) -> str:
-    """A fresh sqlite store."""
+def sqlite_url(folder: Path, lease_ms: int = 10_000) -> str:
+    """A fresh sqlite store. The lease is long, so that a machine busy with other things costs no leader its lease; a test in
+    which a lease has to run out asks for a short one."""
     return f"sqlite://{folder / 'store.db'}?lease_ms={lease_ms}"

@@ -36,7 +36,7 @@ from xce_supervisor.wire.words import (
 def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """A fresh store of each engine."""
     if request.param == "sqlite":
-        yield sqlite_url(tmp_path)
+        yield sqlite_url(tmp_path, lease_ms=1000)
         return
     from xce_supervisor.testbed.etcd_cluster import EtcdCluster
 
@@ -279,7 +279,7 @@ async def test_a_worker_that_was_restarted_loses_what_it_does_not_know(tmp_path:
 async def test_a_silent_worker_on_an_open_connection_keeps_what_may_run_once(tmp_path: Path) -> None:
     """It may be stopped and its jobs alive: only rerunnable jobs are taken from it, and it gets no new work."""
     with Stage(tmp_path) as stage:
-        controllers = Controllers(stage, sqlite_url(tmp_path), worker_lost_s=0.8, heartbeat_ms=100, session_timeout_ms=400)
+        controllers = Controllers(stage, sqlite_url(tmp_path), worker_lost_s=1.5, heartbeat_ms=150, session_timeout_ms=1000)
         async with AsyncExitStack() as stack:
             scheduler, (w1,) = await play(stack, controllers, "w1")
             for job_id, rerunnable in (("once", False), ("again", True), ("new", False)):
@@ -299,7 +299,7 @@ async def test_a_silent_worker_on_an_open_connection_keeps_what_may_run_once(tmp
 async def test_after_a_fail_over_the_new_primary_asks_the_workers(tmp_path: Path) -> None:
     """The primary is killed with jobs dispatched and running: the next one knows them, and takes the end from the worker."""
     with Stage(tmp_path) as stage:
-        controllers = Controllers(stage, sqlite_url(tmp_path))
+        controllers = Controllers(stage, sqlite_url(tmp_path, lease_ms=2500))
         (host,) = controllers.hosts
         async with AsyncExitStack() as stack:
             scheduler, (w1,) = await play(stack, controllers, "w1")
@@ -323,7 +323,7 @@ async def test_a_real_scheduler_and_a_real_worker_run_real_commands(tmp_path: Pa
     marks = tmp_path / "marks"
     marks.mkdir()
     with Stage(tmp_path) as stage:
-        controllers = Controllers(stage, sqlite_url(tmp_path))
+        controllers = Controllers(stage, sqlite_url(tmp_path, lease_ms=2500))
         (host,) = controllers.hosts
         await controllers.says(host, lambda s: s.role == "primary")
         stage.worker(controllers.addresses, name="w1", slots=3)
@@ -347,7 +347,7 @@ async def test_a_real_scheduler_and_a_real_worker_run_real_commands(tmp_path: Pa
 async def test_a_killed_primary_with_unanswered_requests_leaves_each_job_whole_or_absent(tmp_path: Path) -> None:
     """Submissions in flight at the moment of the kill: afterwards each is there as it was sent, or not at all."""
     with Stage(tmp_path) as stage:
-        controllers = Controllers(stage, sqlite_url(tmp_path), secure=False)
+        controllers = Controllers(stage, sqlite_url(tmp_path, lease_ms=2500), secure=False)
         (host,) = controllers.hosts
         await controllers.says(host, lambda s: s.role == "primary")
         async with await peer(controllers, host, "operator", "admin") as operator:

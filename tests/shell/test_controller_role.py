@@ -79,7 +79,7 @@ async def test_a_long_poll_is_answered_within_milliseconds_of_a_change(tmp_path:
                 took_s = time.monotonic() - stepped_at
             assert isinstance(reply, CtrlStatusReply) and reply.role == "standby"
             # Generous for a loaded machine; benchmarks/ holds the figure itself.
-            assert took_s < 0.25
+            assert took_s < 0.5
         await controllers.says(standby, lambda s: s.role == "primary" and s.term == 2)
 
 
@@ -108,9 +108,9 @@ async def test_a_closed_gate_refuses_the_promotion_and_lets_another_lead(tmp_pat
 async def test_a_refused_controller_leaves_the_lead_to_a_healthy_one(tmp_path: Path) -> None:
     """Of two controllers one is gated for good: the other becomes primary whoever wins first."""
     with Stage(tmp_path) as stage:
-        gated = Controllers(stage, sqlite_url(tmp_path), 1, gates=["recovery-truncated"], refusal_patience_s=0.2)
+        gated = Controllers(stage, sqlite_url(tmp_path, lease_ms=1000), 1, gates=["recovery-truncated"], refusal_patience_s=0.2)
         await gated.says(gated.hosts[0], lambda s: s.gate != "")
-        healthy = Controllers(stage, sqlite_url(tmp_path), 2)
+        healthy = Controllers(stage, sqlite_url(tmp_path, lease_ms=1000), 2)
         healthy.kill(healthy.hosts[0])  # its name is taken by the gated one; c2 is the healthy one
         await healthy.says(healthy.hosts[1], lambda s: s.role == "primary")
         assert (await gated.status(gated.hosts[0])).gate == "recovery-truncated"
@@ -138,15 +138,15 @@ async def test_the_scheduler_is_asked_to_go_at_demotion_unless_that_is_plugged(t
 async def test_a_primary_that_loses_its_store_steps_down(tmp_path: Path) -> None:
     """A stranger keeps the store's lock: the primary becomes standby within its lease, and primary again in a later term."""
     with Stage(tmp_path) as stage:
-        controllers = Controllers(stage, sqlite_url(tmp_path))
+        controllers = Controllers(stage, sqlite_url(tmp_path, lease_ms=1000))
         (one,) = controllers.hosts
         await controllers.says(one, lambda s: s.role == "primary")
         lock = sqlite3.connect(tmp_path / "store.db", isolation_level=None, timeout=5)
         try:
             lock.execute("BEGIN IMMEDIATE")
             lost_at = time.monotonic()
-            await controllers.says(one, lambda s: s.role == "standby", within_s=3)
-            assert time.monotonic() - lost_at < 1.5
+            await controllers.says(one, lambda s: s.role == "standby", within_s=5)
+            assert time.monotonic() - lost_at < 3
             async with await peer(controllers, one, "operator", "admin") as operator:
                 with pytest.raises(Redirected):
                     await operator.ask(JobSubmit(job_id="j", command=("true",)))
@@ -158,7 +158,7 @@ async def test_a_primary_that_loses_its_store_steps_down(tmp_path: Path) -> None
 async def test_a_primary_that_does_not_step_down_says_how_old_its_quorum_is(tmp_path: Path) -> None:
     """docs/rules.md S7: in this mode it stays primary without the store; the confirmation ages, and nothing is committed."""
     with Stage(tmp_path) as stage:
-        controllers = Controllers(stage, sqlite_url(tmp_path), 1, steps_down=False)
+        controllers = Controllers(stage, sqlite_url(tmp_path, lease_ms=1000), 1, steps_down=False)
         (one,) = controllers.hosts
         await controllers.says(one, lambda s: s.role == "primary")
         lock = sqlite3.connect(tmp_path / "store.db", isolation_level=None, timeout=5)
@@ -180,7 +180,7 @@ async def test_a_primary_that_does_not_step_down_says_how_old_its_quorum_is(tmp_
 async def test_a_stopped_primary_is_a_standby_from_its_first_answer_on(tmp_path: Path) -> None:
     """SIGSTOP, another leads, SIGCONT: not one answer says primary of the old term, and what is asked of it is redirected."""
     with Stage(tmp_path) as stage:
-        controllers = Controllers(stage, sqlite_url(tmp_path), 2)
+        controllers = Controllers(stage, sqlite_url(tmp_path, lease_ms=1000), 2)
         old = await controllers.primary()
         (new,) = controllers.others(old)
         async with await peer(controllers, old, "operator", "admin") as operator:

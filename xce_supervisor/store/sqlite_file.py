@@ -221,7 +221,7 @@ class SqliteFile:
 
     def renew(self, term: int, nonce: str) -> Now:
         """Lease the row for another period, counted from the returned clocks. Raises Fenced, Busy, StoreLost, Unavailable."""
-        with self._writing() as db:
+        with self._writing(synced=False) as db:
             anchor = read_now()
             self._still_mine(term, nonce, anchor.boot_ns)
             db.execute("UPDATE leader SET until_boot_ns = ?", (anchor.boot_ns + self._lease_ns,))
@@ -229,7 +229,7 @@ class SqliteFile:
 
     def release(self, nonce: str) -> None:
         """Make the row vacant if it is still ours. Raises Busy, StoreLost, Unavailable."""
-        with self._writing() as db:
+        with self._writing(synced=False) as db:
             db.execute("UPDATE leader SET nonce = '', until_boot_ns = 0 WHERE nonce = ?", (nonce,))
 
     def confirm(self, term: int, nonce: str) -> None:
@@ -309,11 +309,17 @@ class SqliteFile:
             raise Unavailable(f"{self._path}: {error}") from error
 
     @contextmanager
-    def _writing(self) -> Iterator[sqlite3.Connection]:
-        """One short write transaction. It never spans an await: it lives in one call on the engine's thread."""
+    def _writing(self, *, synced: bool = True) -> Iterator[sqlite3.Connection]:
+        """One short write transaction. It never spans an await: it lives in one call on the engine's thread.
+
+        synced: on disk when it ends. A renewal need not be: the other processes of the machine see it at once, and after a crash
+        of the machine every lease is void anyway. So a disk that is slow to sync costs no idle leader its lease. Elections and
+        facts are synced: a term or a fact that was told must outlast everything.
+        """
         self._check_place()
         db = self._handle()
         try:
+            db.execute(f"PRAGMA synchronous = {'FULL' if synced else 'NORMAL'}")
             db.execute("BEGIN IMMEDIATE")
             try:
                 yield db
