@@ -80,6 +80,21 @@ def test_only_declared_descriptors_reach_the_child(tmp_path: Path) -> None:
     assert found["pipe"] == "three\n"
 
 
+def test_declared_descriptors_may_change_places(tmp_path: Path) -> None:
+    """docs/rules.md S18: ours 50 is the child's 51 and the other way round: neither overwrites the other on the way."""
+    (tmp_path / "a").write_text("a\n", encoding="ascii")
+    (tmp_path / "b").write_text("b\n", encoding="ascii")
+    opened = [os.open(tmp_path / name, os.O_RDONLY | os.O_CLOEXEC) for name in "ab"]
+    try:
+        os.dup2(opened[0], 50, inheritable=False)
+        os.dup2(opened[1], 51, inheritable=False)
+        text = output_of(shell("cat <&50; cat <&51", fds=((50, 51), (51, 50))), tmp_path / "out")
+    finally:
+        for fd in (*opened, 50, 51):
+            os.close(fd)
+    assert text == "b\na\n"
+
+
 def test_every_inherited_descriptor_is_sealed_at_start() -> None:
     """docs/rules.md S18: after `seal_descriptors` nothing above 2 is inheritable."""
     read, write = os.pipe()
@@ -131,6 +146,21 @@ async def deleted_directory(stage: Stage, path: str) -> dict[str, Any]:
 def test_a_deleted_directory_of_the_supervisor_does_not_matter(tmp_path: Path) -> None:
     """docs/rules.md S18: the child gets its own directory although the supervisor's is gone."""
     assert play(deleted_directory, str(tmp_path / "gone"), forest="group") == {"code": 0, "out": "/\n"}
+
+
+def test_a_lane_has_its_own_umask_back_after_a_spawn(tmp_path: Path) -> None:
+    """docs/rules.md S18: what the lane writes next is the supervisor's, and its directory is nobody's any more."""
+
+    def body() -> tuple[int, str]:
+        wait_code(spawn(shell("exit 0", cwd=str(tmp_path), umask=0o077)))
+        with open(tmp_path / "next", "x", encoding="ascii"):
+            return stat.S_IMODE((tmp_path / "next").stat().st_mode), os.getcwd()
+
+    own = os.umask(0o022)
+    try:
+        assert in_lane(body) == (0o644, "/")
+    finally:
+        os.umask(own)
 
 
 def test_spawns_side_by_side_keep_their_directories_and_umasks(tmp_path: Path) -> None:
