@@ -88,7 +88,7 @@ def test_declared_descriptors_may_change_places(tmp_path: Path) -> None:
     try:
         os.dup2(opened[0], 50, inheritable=False)
         os.dup2(opened[1], 51, inheritable=False)
-        text = output_of(shell("cat <&50; cat <&51", fds=((50, 51), (51, 50))), tmp_path / "out")
+        text = output_of(shell("cat /proc/self/fd/50 /proc/self/fd/51", fds=((50, 51), (51, 50))), tmp_path / "out")
     finally:
         for fd in (*opened, 50, 51):
             os.close(fd)
