@@ -58,12 +58,12 @@ def test_a_request_to_a_swallowed_peer_ends_at_its_deadline(pair: Pair) -> None:
             began = time.monotonic()
             with pytest.raises(DeadlinePassed):
                 await connection.request(CtrlStatus(), 1.0)
-            assert 0.95 < time.monotonic() - began < 1.5
+            assert 0.95 < time.monotonic() - began < 3
             assert not connection.closed.done()  # the kernel knows nothing of it
             connection.close("given up")
             began = time.monotonic()
             assert await connection.closed == "given up"
-            assert time.monotonic() - began < 1.5  # also where the peer never says goodbye
+            assert time.monotonic() - began < 3  # also where the peer never says goodbye
 
     asyncio.run(scene())
 
@@ -81,7 +81,7 @@ def test_a_stopped_peer_is_noticed_by_the_deadline_alone(victim: tuple[int, int]
             await connection.request(CtrlStatus(), 0.5)
         with pytest.raises(DeadlinePassed, match="while waiting for the first answer"):
             await connect(f"127.0.0.1:{port}", None, deadline_s=0.5, on_push=lambda _: None)
-        assert time.monotonic() - began < 1.5
+        assert time.monotonic() - began < 4
         os.kill(pid, signal.SIGCONT)
         assert await connection.request(Heartbeat(session_id="s"), 5)
         assert connection.counters.late_replies == 1
@@ -109,7 +109,7 @@ def test_a_pinned_session_with_a_silent_controller_is_lost_within_its_time_out(v
             began = time.monotonic()
             lost = await watching
             assert lost.kind is LostKind.CONNECTION and "has confirmed no heartbeat for 1." in lost.text
-            assert 0.9 < time.monotonic() - began < 2.5
+            assert 0.9 < time.monotonic() - began < 5
             await pinned.connection.closed
 
     asyncio.run(scene())
@@ -159,7 +159,7 @@ def test_a_fail_over_connection_leaves_a_silent_primary(victim: tuple[int, int],
             began = time.monotonic()
             assert isinstance(await follow.request(JobQuery(), 10), Done)
             assert follow.joined.controller_id == "c2"
-            assert time.monotonic() - began < (1.0 if how == "killed" else 4.0)
+            assert time.monotonic() - began < (4.0 if how == "killed" else 8.0)
             assert other.seen[0] == join(HostRole.WORKER, "", 0, "session-1")  # the session before is shown
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)

@@ -22,7 +22,7 @@ OUTCOMES = {"malformed", "waits", "bad message", "frame"}
 
 
 @given(data=st.binary(max_size=300))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_any_bytes_end_in_one_of_four_ways(data: bytes) -> None:
     """Frames, a message to refuse, an error, or waiting for more; hypothesis shrinks what does not."""
     assert one(data) in OUTCOMES
@@ -30,7 +30,7 @@ def test_any_bytes_end_in_one_of_four_ways(data: bytes) -> None:
 
 
 @given(message=st.sampled_from(SEEDS), at=st.integers(0, 10_000), byte=st.integers(0, 255), cut=st.integers(0, 400))
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_one_changed_byte_never_does_harm(message: bytes, at: int, byte: int, cut: int) -> None:
     """Wherever it is, and whatever is cut off behind."""
     changed = bytearray(message)
@@ -43,7 +43,7 @@ def test_one_changed_byte_never_does_harm(message: bytes, at: int, byte: int, cu
 def test_tens_of_thousands_of_broken_frames_do_not_kill_the_process(seed: int) -> None:
     """In a process of its own: the C++ library aborts the process on some uses of hostile readers."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.wire.fuzz", str(seed), "25000"],
+        [sys.executable, "-m", "tests.wire.fuzz", str(seed), "12000"],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -52,7 +52,7 @@ def test_tens_of_thousands_of_broken_frames_do_not_kill_the_process(seed: int) -
     )
     assert done.returncode == 0, done.stderr[-2000:]
     counted = json.loads(done.stdout)
-    assert set(counted) <= OUTCOMES and counted["bad message"] > 1000 and counted["malformed"] > 1000 and counted["frame"] > 1000
+    assert set(counted) <= OUTCOMES and counted["bad message"] > 500 and counted["malformed"] > 500 and counted["frame"] > 500
 
 
 def listed_nothing(count: int) -> bytes:

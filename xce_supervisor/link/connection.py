@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
@@ -30,17 +31,6 @@ log = structlog.get_logger("link")
 # Nobody waits for these when their connection is gone; all others are run to their end, because they change something.
 _QUERIES = frozenset({Opcode.CTRL_STATUS, Opcode.JOB_QUERY})
 _PING = Ping()
-
-
-class _Waiting:
-    """A request of ours that waits for its reply."""
-
-    __slots__ = ("future", "opcode", "timer")
-
-    def __init__(self, future: asyncio.Future[Body], timer: asyncio.TimerHandle, opcode: Opcode) -> None:
-        self.future = future
-        self.timer = timer
-        self.opcode = opcode
 
 
 class Connection:
@@ -73,9 +63,9 @@ class Connection:
         self._on_open = on_open
         self._handler: Handler | None = None
         self._last_id = 0
-        self._waiting: dict[int, _Waiting] = {}
-        self._slots = asyncio.Semaphore(limits.in_flight)
-        self._tasks: dict[asyncio.Task[None], tuple[int, Opcode]] = {}
+        self._waiting: dict[int, tuple[asyncio.Future[Body], Message]] = {}  # requests of ours, by number
+        self._queued: deque[asyncio.Future[None]] = deque()  # callers that wait for a place in it
+        self._tasks: dict[asyncio.Task[None], Opcode] = {}
 
     def __repr__(self) -> str:
         return f"<Connection {self.remote} {self.peer or 'unnamed'}>"
@@ -94,41 +84,55 @@ class Connection:
             DeadlinePassed: no reply in time. Whether the peer acted is not known.
             PeerError: the connection is over, or ended while waiting. Whether the peer acted is not known.
         """
-        started = self._loop.time()
-        if self._slots.locked():
-            try:
-                async with asyncio.timeout(deadline_s):
-                    await self._slots.acquire()
-            except TimeoutError:
-                raise DeadlinePassed(
-                    self._text(message, f"{self._limits.in_flight} others were in flight for {deadline_s} s")
-                ) from None
-        else:
-            await self._slots.acquire()
-        try:
-            return await self._ask(message, started + deadline_s, deadline_s)
-        finally:
-            self._slots.release()
-
-    async def _ask(self, message: Message, ends_at: float, deadline_s: float) -> Answer:
+        loop = self._loop
+        ends_at = loop.time() + deadline_s
+        if len(self._waiting) >= self._limits.in_flight:
+            await self._place(message, ends_at, deadline_s)
         if self.closed.done():
             raise PeerError(self._text(message, f"the connection is over: {self.closed.result()}"))
         self._last_id = number = self._last_id + 1
         data = self._encoded(Frame(id=number, body=message))
-        future: asyncio.Future[Body] = self._loop.create_future()
-        timer = self._loop.call_at(ends_at, self._expire, number, f"no answer in {deadline_s:g} s", message)
-        self._waiting[number] = _Waiting(future, timer, message.opcode)
+        future: asyncio.Future[Body] = loop.create_future()
+        timer = loop.call_at(ends_at, self._expire, number, deadline_s)
+        self._waiting[number] = (future, message)
         try:
             self.stream.send(data)
             body = await future
         finally:
             timer.cancel()
             self._waiting.pop(number, None)
+            if self._queued:
+                self._next()
         if isinstance(body, Refusal):
             raise RequestRefused(body.code, body.text)
         if isinstance(body, Redirect):
             raise Redirected(body.address, body.controller_id, body.term)
         return body
+
+    async def _place(self, message: Message, ends_at: float, deadline_s: float) -> None:
+        """Wait, in order, until fewer than the limit are in flight."""
+        while len(self._waiting) >= self._limits.in_flight:
+            turn: asyncio.Future[None] = self._loop.create_future()
+            self._queued.append(turn)
+            try:
+                async with asyncio.timeout_at(ends_at):
+                    await turn
+            except TimeoutError:
+                text = f"{self._limits.in_flight} others were in flight for {deadline_s:g} s"
+                raise DeadlinePassed(self._text(message, text)) from None
+            finally:
+                if turn in self._queued:
+                    self._queued.remove(turn)
+                elif turn.cancelled() or not turn.done():
+                    self._next()  # our turn came, and we do not take it
+
+    def _next(self) -> None:
+        """Let one more of those that wait for a place go on."""
+        while self._queued:
+            turn = self._queued.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
 
     def push(self, message: Message) -> None:
         """Send without asking for a reply.
@@ -170,10 +174,10 @@ class Connection:
             )
         return data
 
-    def _expire(self, number: int, what: str, message: Message) -> None:
-        waiting = self._waiting.pop(number, None)
-        if waiting is not None and not waiting.future.done():
-            waiting.future.set_exception(DeadlinePassed(self._text(message, what)))
+    def _expire(self, number: int, deadline_s: float) -> None:
+        found = self._waiting.pop(number, None)
+        if found is not None and not found[0].done():
+            found[0].set_exception(DeadlinePassed(self._text(found[1], f"no answer in {deadline_s:g} s")))
 
     # ---------------------------------------------------------------- what the stream calls
 
@@ -196,17 +200,18 @@ class Connection:
                 self._take_push(cast(Message, frame.body))
 
     def _take_reply(self, number: int, body: Body) -> None:
-        waiting = self._waiting.get(number)
-        if waiting is None:
+        found = self._waiting.get(number)
+        if found is None:
             if not 0 < number <= self._last_id:
                 raise MalformedFrame(f"a reply to request {number}, which was never sent")
             self.counters.late_replies += 1
             return
-        if isinstance(body, Message) and body.opcode != waiting.opcode:
-            raise MalformedFrame(f"{type(body).__name__} came as the reply to {waiting.opcode.name}")
+        future, asked = found
+        if isinstance(body, Message) and body.opcode != asked.opcode:
+            raise MalformedFrame(f"{type(body).__name__} came as the reply to {asked.opcode.name}")
         del self._waiting[number]
-        if not waiting.future.done():
-            waiting.future.set_result(body)
+        if not future.done():
+            future.set_result(body)
 
     def _take_push(self, message: Message) -> None:
         self.counters.pushes += 1
@@ -241,13 +246,13 @@ class Connection:
     def _over(self, reason: str) -> None:
         if not self.closed.done():
             self.closed.set_result(reason)
-        for waiting in self._waiting.values():
-            waiting.timer.cancel()
-            if not waiting.future.done():
-                error = PeerError(f"{waiting.opcode.name} to {self.remote}: the connection ended: {reason}")
-                waiting.future.set_exception(error)
+        for future, asked in self._waiting.values():
+            if not future.done():
+                future.set_exception(PeerError(self._text(asked, f"the connection ended: {reason}")))
         self._waiting.clear()
-        for task, (_, opcode) in self._tasks.items():
+        while self._queued:
+            self._next()
+        for task, opcode in self._tasks.items():
             if opcode in _QUERIES:
                 task.cancel()
 
@@ -255,8 +260,7 @@ class Connection:
 
     def _run(self, number: int, message: Message, handler: Handler) -> None:
         task = self._loop.create_task(self._serve(number, message, handler))
-        self._tasks[task] = (number, message.opcode)
-        task.add_done_callback(self._served)
+        self._tasks[task] = message.opcode
 
     async def _serve(self, number: int, message: Message, handler: Handler) -> None:
         """The reply goes out in the very step in which the handler returns: before anything that the handler left to the loop."""
@@ -267,20 +271,15 @@ class Connection:
             body = Refusal(code=ErrorCode(error.code), text=error.text)
         except Redirected as error:
             body = Redirect(address=error.address, controller_id=error.controller_id, term=error.term)
+        except Exception as error:  # a bug of the handler: its peer is told "not now", and all others are served
+            self.counters.handler_bugs += 1
+            log.error("handler.failed", opcode=message.opcode.name, remote=self.remote, peer=str(self.peer), exc_info=error)
+            text = f"{message.opcode.name} failed at the peer: {type(error).__name__}"
+            body = Refusal(code=ErrorCode.UNAVAILABLE, text=text)
+        finally:
+            self._tasks.pop(cast(asyncio.Task[None], asyncio.current_task()), None)
         if number:
             self._reply(number, body)
-
-    def _served(self, task: asyncio.Task[None]) -> None:
-        """A handler has ended; what it raised beside a refusal is a bug, which the peer sees as "not now"."""
-        number, opcode = self._tasks.pop(task)
-        error = None if task.cancelled() else task.exception()
-        if error is None:
-            return
-        self.counters.handler_bugs += 1
-        log.error("handler.failed", opcode=opcode.name, remote=self.remote, peer=str(self.peer), exc_info=error)
-        if number:
-            text = f"{opcode.name} failed at the peer: {type(error).__name__}"
-            self._reply(number, Refusal(code=ErrorCode.UNAVAILABLE, text=text))
 
     def _reply(self, number: int, body: Body) -> None:
         """Send a reply. A peer that does not read its replies, so that its queue is full, loses the connection."""

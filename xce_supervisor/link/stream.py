@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 import ssl
+import threading
 from collections import deque
 from collections.abc import Callable
 from typing import cast
@@ -18,7 +19,21 @@ _CHUNK_BYTES = 256 * 1024  # what is handed to the transport at once; the rest w
 _FLUSH_S = 1.0  # how long a graceful end waits for a peer that does not read
 
 
-class Stream(asyncio.Protocol):
+class _PerThread(threading.local):
+    """Where a loop puts what it has read: one for all connections of a thread.
+
+    The loop fills it and hands it over in one step, and what is handed over is copied at once. Without it both loops would get
+    256 KiB from the system for every read, and give it back.
+    """
+
+    def __init__(self) -> None:
+        self.received = memoryview(bytearray(128 * 1024))
+
+
+_PER_THREAD = _PerThread()
+
+
+class Stream(asyncio.BufferedProtocol):
     """The protocol object under a Connection. `on_end` is called once, with a reason, also if the connection never came up.
 
     Args:
@@ -40,6 +55,7 @@ class Stream(asyncio.Protocol):
         self._on_frames = on_frames
         self._on_end = on_end
         self._decoder = Decoder(limits.frame_bytes)
+        self._into = _PER_THREAD.received
         self._received = 0  # of our bytes in the budget: parts of frames
         self._queue: deque[memoryview] = deque()
         self._queued = 0
@@ -61,11 +77,14 @@ class Stream(asyncio.Protocol):
         self._transport.set_write_buffer_limits(high=_CHUNK_BYTES)
         self._on_open(self._transport)
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._into
+
+    def buffer_updated(self, nbytes: int) -> None:
         if self._reason:
             return  # ending: what a peer still says changes nothing
         try:
-            frames = self._decoder.feed(data)
+            frames = self._decoder.feed(self._into[:nbytes].tobytes())
             held = self._decoder.buffered
             if held != self._received:
                 within = self._budget.add(held - self._received)
@@ -107,8 +126,8 @@ class Stream(asyncio.Protocol):
         Raises:
             PeerError: the connection is over, or the peer reads too slowly and its queue is full: then nothing of it was queued.
         """
-        if self._transport is None or self._reason:
-            raise PeerError(f"the connection is over: {self._reason or 'not open'}")
+        if self._transport is None or self._reason or self._transport.is_closing():
+            raise PeerError(f"the connection is over: {self._reason or 'closed by the peer'}")
         if not self._queue and not self._paused and len(data) <= _CHUNK_BYTES:
             self._transport.write(data)
             return

@@ -63,7 +63,7 @@ def test_every_request_ends_at_its_deadline_and_the_late_reply_is_dropped(run: R
             began = time.monotonic()
             with pytest.raises(DeadlinePassed, match=r"CTRL_STATUS to 127\.0\.0\.1:\d+: no answer in 0\.1 s"):
                 await connection.request(CtrlStatus(wait_ms=1), 0.1)
-            assert 0.09 < time.monotonic() - began < 1
+            assert 0.09 < time.monotonic() - began < 3
             script.held.set()
             await until(lambda: connection.counters.late_replies == 1)
             assert await connection.request(BEAT, 1) == HeartbeatReply(role="primary", term=3)

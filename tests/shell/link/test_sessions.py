@@ -119,7 +119,7 @@ def test_the_role_check_ends_a_pinned_session(run: Run, change: dict[str, object
             began = time.monotonic()
             lost = await watching
             assert (lost.kind, why in lost.text) == (kind, True), lost
-            assert time.monotonic() - began < 1.5
+            assert time.monotonic() - began < 5
             await pinned.connection.closed
 
     run(scene())
@@ -185,7 +185,7 @@ def test_it_finds_the_primary_by_redirect_and_follows_it(run: Run) -> None:
                 first.redirect, second.redirect = address(two), None
                 began = time.monotonic()
                 assert isinstance(await follower.link.request(JobQuery(), 2), Done)
-                assert time.monotonic() - began < 0.5
+                assert time.monotonic() - began < 3
                 await until(lambda: [joined.controller_id for joined in follower.joins] == ["c1", "c2"])
 
     run(scene())
