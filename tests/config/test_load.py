@@ -112,7 +112,6 @@ def test_the_controllers_id_is_filled_into_default_folders(write: Write) -> None
             "role.calm_s: 2 s must be longer than role.hold_down_ms_max",
         ),
         (("insecure = true", 'insecure = true\n[units]\ndirectories = ["nowhere"]'), "units.directories:"),
-        (('"run"', f'"{"r" * 90}"'), "supervisor.run_dir:"),
         (('state_dir = "state"', "state_dir = 5"), "supervisor.state_dir: 5 cannot be used"),
         (("[supervisor]\n", "supervisor = 3\n[other]\n"), "supervisor: must be a section: write [supervisor]"),
     ],

@@ -78,6 +78,22 @@ def test_a_question_is_answered_and_a_refusal_has_its_code(tmp_path: Path) -> No
     run(story)
 
 
+def test_a_path_of_any_length_can_be_used(tmp_path: Path) -> None:
+    """A socket address holds 107 bytes; a folder's name may be longer."""
+    path = tmp_path / ("f" * 120) / "control.sock"
+
+    async def story() -> None:
+        async with served(path) as server:
+            assert await asked(path)
+            path.unlink()
+            with pytest.raises(NotRunning):
+                await asked(path)
+            assert await server.ensure() and await asked(path)
+        assert list(path.parent.iterdir()) == []
+
+    run(story)
+
+
 @pytest.mark.parametrize("stale", ["socket", "file"])
 def test_a_stale_socket_is_replaced(tmp_path: Path, stale: str) -> None:
     """What a killed supervisor left does not stop the next one."""

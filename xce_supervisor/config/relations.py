@@ -18,9 +18,6 @@ from xce_supervisor.config.problem import Problem, suggest
 from xce_supervisor.config.settings import Config, SupervisorFile
 from xce_supervisor.config.unit import Unit
 
-# A unix socket's path holds 107 bytes; ours are called NAME.sock below run_dir/notify.
-RUN_DIR_BYTES_MAX = 80
-
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _LIMIT = re.compile(r"(\d+|unlimited)(?::(\d+|unlimited))?")
 
@@ -169,12 +166,6 @@ def _of_readiness(unit: Unit, file: Path) -> Iterator[Problem]:
 
 def between(config: Config, files: dict[str, Path]) -> Iterator[Problem]:
     """Yield what contradicts itself between supervisor.toml and unit files. files: of each unit, by name."""
-    if len(str(config.supervisor.run_dir).encode()) > RUN_DIR_BYTES_MAX:
-        yield Problem(
-            config.file,
-            "supervisor.run_dir",
-            f"{config.supervisor.run_dir} is longer than {RUN_DIR_BYTES_MAX} bytes, so no socket in it could be made",
-        )
     names = [unit.name for unit in config.units]
     for name in config.tls.children:
         if name not in names:

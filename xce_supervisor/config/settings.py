@@ -31,7 +31,7 @@ class Supervisor(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Path,
         Meta(
             description="Folder of the control socket and the children's notify sockets; `{controller_id}` is filled in; "
-            "relative to this file. Longer than 80 bytes, the sockets in it cannot be made."
+            "relative to this file. Where others can write, they can take the socket away (it is made anew)."
         ),
     ] = Path("/run/xce-supervisor/{controller_id}")
     log_level: Annotated[

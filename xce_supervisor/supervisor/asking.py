@@ -5,12 +5,17 @@ Without asyncio, whose import alone would take a good part of the time that a ve
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
+
+SOCKET_NAME_BYTES_MAX = 107
 
 
 class Refused(Exception):
@@ -54,11 +59,28 @@ def ask(path: Path, verb: str, args: dict[str, Any] | None = None, *, deadline_s
         raise NotResponding(f"{path} answered something that is no answer") from error
 
 
+@contextlib.contextmanager
+def socket_name(path: Path) -> Iterator[str]:
+    """Give a name for the socket at `path` that fits into a socket address (107 bytes) however long the path is.
+
+    Raises OSError if its folder cannot be opened.
+    """
+    if len(os.fsencode(path)) <= SOCKET_NAME_BYTES_MAX:
+        yield str(path)
+        return
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)
+
+
 def _connect(connection: socket.socket, path: Path, ends_at: float) -> None:
     """Connect within the time left. A full backlog (the supervisor is stopped) counts as not responding."""
     connection.settimeout(max(0.01, ends_at - time.monotonic()))
     try:
-        connection.connect(str(path))
+        with socket_name(path) as name:
+            connection.connect(name)
     except (FileNotFoundError, ConnectionRefusedError, NotADirectoryError) as error:
         raise NotRunning(f"no supervisor listens on {path}") from error
     except PermissionError as error:

@@ -20,6 +20,7 @@ import msgspec
 from msgspec import Struct, field
 
 from xce_supervisor.supervisor.asking import Refused as Refused
+from xce_supervisor.supervisor.asking import socket_name
 
 CLIENTS_MAX = 32
 REQUEST_BYTES_MAX = 65_536
@@ -70,7 +71,8 @@ class ControlServer:
             os.fchmod(listening.fileno(), 0o600)  # before it has a name: nobody else can connect, not even for a moment
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(temporary)
-            listening.bind(str(temporary))
+            with socket_name(temporary) as name:
+                listening.bind(name)
             listening.listen(BACKLOG)
             os.rename(temporary, self._path)
         except OSError:
