@@ -223,7 +223,7 @@ class FakeController:
         ]
         return alive[-1] if alive else None
 
-    async def until(self, fact: Callable[[], Any], within_s: float = 5.0) -> None:
+    async def until(self, fact: Callable[[], Any], within_s: float = 20.0) -> None:
         """Wait until fact() is true, looked at after everything that is asked of us. Fails with what was asked so far."""
         try:
             async with asyncio.timeout(within_s), self._changed:

@@ -71,7 +71,7 @@ def test_a_changed_role_or_term_ends_it_within_a_check(tmp_path: Path, change: d
             changed_at = loop.time()
             await fake.say(**change)
             assert await program.exit_code() == code
-            assert loop.time() - changed_at < 2.5, "a check a second, and the process's end"
+            assert loop.time() - changed_at < 6, "a check a second, and the process's end on a busy machine"
 
     with Stage(tmp_path) as stage:
         asyncio.run(scenario(stage))

@@ -83,14 +83,14 @@ class Program:
         """Send a signal; Popen does not signal a reaped pid."""
         self.process.send_signal(number)
 
-    async def exit_code(self, within_s: float = 10.0) -> int:
+    async def exit_code(self, within_s: float = 30.0) -> int:
         """Wait for the end and return the exit code; fails with the output if it does not end."""
         try:
             return await asyncio.to_thread(self.process.wait, within_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"{self.name} did not end within {within_s} s:\n{self.output()}") from None
 
-    async def says(self, text: str, within_s: float = 10.0) -> None:
+    async def says(self, text: str, within_s: float = 30.0) -> None:
         """Wait until its output holds `text`."""
         await until(lambda: text in self.output(), within_s, lambda: f"{self.name} did not say {text!r}:\n{self.output()}")
 

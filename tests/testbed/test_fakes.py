@@ -85,10 +85,11 @@ async def test_trouble_with_an_opcode_is_what_the_client_sees(step: str, error: 
     async with FakeController() as fake:
         await play(fake, step)
         began = asyncio.get_running_loop().time()
+        deadline_s = 0.4 if error is DeadlinePassed else 20.0
         with pytest.raises(error):
-            await ctrlstatus(fake.address, None, deadline_s=0.4)
+            await ctrlstatus(fake.address, None, deadline_s=deadline_s)
         took_s = asyncio.get_running_loop().time() - began
-        assert took_s >= 0.35 if error is DeadlinePassed else took_s < 0.3
+        assert took_s >= 0.35 if error is DeadlinePassed else took_s < 10
 
 
 @pytest.mark.parametrize("mode", [Mode.HOLD, Mode.GARBAGE, Mode.REFUSE])

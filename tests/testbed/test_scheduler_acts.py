@@ -83,7 +83,7 @@ def test_an_idle_push_is_acknowledged_at_once(tmp_path: Path) -> None:
         async with FakeController(tls=stage.tls("controller", "c1")) as fake:
             await joined(stage, fake)
             seq = fake.push_workers(W1)
-            await fake.until(lambda: acted(fake) == seq, within_s=1.0)
+            await fake.until(lambda: acted(fake) == seq)
             assert not [message for message in fake.asked if isinstance(message, JobDispatch)]
 
     with Stage(tmp_path) as stage:
@@ -159,7 +159,7 @@ def test_an_unanswered_dispatch_is_not_acknowledged_and_leads_to_a_resync(tmp_pa
             seq = fake.push_jobs(job("a"))
             await fake.until(lambda: any(isinstance(message, JobDispatch) for message in fake.asked))
             fake.trouble.clear()
-            await fake.until(lambda: sum(isinstance(message, Resync) for message in fake.asked) >= 1, within_s=6.0)
+            await fake.until(lambda: sum(isinstance(message, Resync) for message in fake.asked) >= 1)
             await fake.until(lambda: acted(fake) > seq)
             assert fake.jobs["a"].state == "dispatched"
 
@@ -274,7 +274,7 @@ def test_a_scheduler_that_never_joins_waits_and_obeys_sigterm(tmp_path: Path) ->
     async def scenario(stage: Stage) -> None:
         notices = stage.notices()
         program = stage.scheduler("127.0.0.1:1", faults="never_join", environment={"NOTIFY_SOCKET": str(notices.path)})
-        await until(lambda: "STATUS=told never to join" in notices.lines(), 10)
+        await until(lambda: "STATUS=told never to join" in notices.lines(), 30)
         program.signal(signal.SIGTERM)
         assert await program.exit_code() == ExitCode.SIGNALLED
         assert "STOPPING=1" in notices.lines() and "READY=1" not in notices.lines()

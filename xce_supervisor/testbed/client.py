@@ -197,7 +197,7 @@ class _Primary:
                 except Redirected as error:
                     self._told, self._named = str(error), error.address
                 except RequestRefused as error:
-                    if error.code not in (ErrorCode.UNAVAILABLE, ErrorCode.LIMIT):
+                    if error.code != ErrorCode.UNAVAILABLE:
                         raise
                     self._told = error.text
                 except PeerError as error:
