@@ -196,7 +196,8 @@ class Ledger:
                 proposal.outcome.set_result(self.applied)
                 continue
             if any(len(fact.body) > FACT_BYTES_MAX for fact in facts):
-                _refuse(proposal, ErrorCode.MALFORMED, f"it comes to a fact of more than {FACT_BYTES_MAX} bytes, which is the limit")
+                text = f"it comes to a fact of more than {FACT_BYTES_MAX} bytes, which is the limit"
+                _refuse(proposal, ErrorCode.MALFORMED, text)
                 continue
             if not round_.takes(facts):
                 left.append(proposal)
