@@ -25,8 +25,8 @@ ESCAPES = {
     "the leader ends first": ("(setsid sleep 50 &) ; exit 0", 1),
     "hides session, parent and environment": ("(env -i setsid sleep 50 &) ; exec sleep 50", 2),
     "stopped": ("sh -c 'kill -STOP $$' & kill -STOP $$", 2),
-    "deaf": ("trap '' TERM HUP INT; while :; do sleep 1; done", 1),
-    "fork loop": ("while :; do (sleep 0.02 &) ; done", 5),
+    "deaf": ("trap '' TERM HUP INT; n=0; while [ $((n += 1)) -lt 120 ]; do sleep 1; done", 1),
+    "fork loop": ("n=0; while [ $((n += 1)) -lt 5000 ]; do (sleep 0.02 &) ; done", 5),
     "chain of forks": ("f() { sleep 0.01; f & wait; }; f", 3),
 }
 

@@ -118,7 +118,7 @@ def test_as_pid_1_orphans_are_collected_and_strangers_do_no_harm(loop: str) -> N
 
 async def dead_at_birth(stage: Stage, count: int) -> dict[str, Any]:
     # The lanes spawn what dies at once, while orphans die too: none of the children may be taken for one.
-    noise = await stage.spawn(shell("while :; do (sleep 0.01 &) ; done"))
+    noise = await stage.spawn(shell("n=0; while [ $((n += 1)) -lt 5000 ]; do (sleep 0.01 &) ; done"))
     codes = []
     for number in range(count):
         work = partial(spawn, shell(f"exit {number % 250}"), stage.exits.births)

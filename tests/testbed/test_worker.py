@@ -248,7 +248,7 @@ def test_sigterm_ends_the_jobs_and_tells(tmp_path: Path) -> None:
             worker = stage.worker([fake.address], stop_grace_s=1.0)
             await joined(fake)
             fake.tell(HostRole.WORKER, start_of("tame", *append_to(runs, "sleep 300")))
-            fake.tell(HostRole.WORKER, start_of("deaf", *append_to(runs, "trap '' TERM", "while :; do sleep 1; done")))
+            fake.tell(HostRole.WORKER, start_of("deaf", *append_to(runs, "trap '' TERM", "n=0; while [ $((n += 1)) -lt 120 ]; do sleep 1; done")))
             fake.tell(HostRole.WORKER, start_of("stopped", *append_to(runs, f"trap 'touch {woken}; exit' TERM", "kill -STOP $$")))
             await until(lambda: len(lines_of(runs)) == 3, 20)
             worker.signal(signal.SIGTERM)
