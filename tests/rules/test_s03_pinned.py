@@ -55,12 +55,17 @@ def test_two_addresses_end_the_process_as_a_configuration_error(tmp_path: Path) 
         asyncio.run(scenario(stage))
 
 
-def test_a_join_shows_controller_term_and_token(tmp_path: Path) -> None:
+@pytest.mark.parametrize("given_by", ["argument", "environment"])
+def test_a_join_shows_controller_term_and_token(tmp_path: Path, given_by: str) -> None:
     """docs/rules.md S3: the spawn token that the supervisor made is reported back by ctrlstatus."""
 
     async def scenario(stage: Stage) -> None:
         async with FakeController(term=7, tls=stage.tls("controller", "c1")) as fake:
-            stage.scheduler(fake.address, term=7, spawn_token="drawn-for-this-spawn")
+            token = "drawn-for-this-spawn"
+            if given_by == "argument":
+                stage.scheduler(fake.address, term=7, spawn_token=token, environment={"XCE_SPAWN_TOKEN": "another"})
+            else:
+                stage.scheduler(fake.address, term=7, spawn_token="", environment={"XCE_SPAWN_TOKEN": token})
             await fake.until(lambda: fake.session_of(HostRole.SCHEDULER))
             session = fake.session_of(HostRole.SCHEDULER)
             assert session is not None

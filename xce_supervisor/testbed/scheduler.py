@@ -56,8 +56,8 @@ class ExitCode(IntEnum):
 class SchedulerConfig:
     """One scheduler.
 
-    address: "host:port" of the one controller. controller_id and term: what the scheduler was started for. tls: None only
-    in a cluster without TLS. connect_deadline_s: from the start to the join.
+    address: "host:port" of the one controller. controller_id and term: what the scheduler was started for. spawn_token: "" takes
+    that of the environment, XCE_SPAWN_TOKEN. tls: None only in a cluster without TLS. connect_deadline_s: from start to join.
     """
 
     address: str
@@ -215,7 +215,7 @@ async def _joined(
         name=config.name,
         controller_id=config.controller_id,
         term=config.term,
-        spawn_token=config.spawn_token,
+        spawn_token=config.spawn_token or os.environ.get("XCE_SPAWN_TOKEN", ""),
     )
     address = ""
     while True:
