@@ -81,12 +81,12 @@ class Supervisor:
             f'[output]\nkind = "file"\npath = "{self.folder}/{name}.out"\n[stop]\n{stop}\n{more}'
         )
 
-    def start(self, *, env: dict[str, str] | None = None, **popen: Any) -> Supervisor:
+    def start(self, *, env: dict[str, str] | None = None, error_to: int | None = None) -> Supervisor:
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})}
         with open(self.log, "ab") as log:
             self._process = psutil.Popen(
                 [sys.executable, "-m", "xce_supervisor", "run", "--config", str(self.config)],
-                stdin=-3, stdout=log, stderr=log, env=environment, **popen,
+                stdin=-3, stdout=log, stderr=log if error_to is None else error_to, env=environment,
             )  # fmt: skip
         self.pid = self._process.pid
         return self

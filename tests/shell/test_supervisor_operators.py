@@ -333,3 +333,36 @@ def _ignores_hup(pid: int) -> bool:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     masks = [int(line.split()[1], 16) for line in lines if line.startswith(("SigIgn", "SigCgt"))]
     return any(mask & 1 << (signal.SIGHUP - 1) for mask in masks)
+
+
+@pytest.mark.parametrize("where", ["full", "unread", "closed"])
+async def test_s20_standard_error_that_takes_nothing_costs_lines_and_no_supervision(tmp_path: Path, where: str) -> None:
+    """docs/rules.md S20: a full disk behind the log, a pipe that nobody reads, a reader that is gone."""
+    async with FakeController() as controller:
+        supervisor = Supervisor(tmp_path, controller.address, {})
+        supervisor.unit("scheduler", supervisor.child("scheduler"))
+        reader, writer = os.pipe()
+        if where == "full":
+            os.close(writer)
+            writer = os.open("/dev/full", os.O_WRONLY)
+        elif where == "unread":
+            os.set_blocking(writer, False)
+            with pytest.raises(BlockingIOError):
+                while True:
+                    os.write(writer, b"x" * 4096)
+            os.set_blocking(writer, True)
+        else:
+            os.close(reader)
+        try:
+            supervisor.start(error_to=writer)
+            unit = await supervisor.running()
+            os.kill(unit["pid"], signal.SIGKILL)
+            await supervisor.until(lambda: supervisor.of("scheduler")["pid"] not in (None, unit["pid"]))
+            await supervisor.running()
+            assert supervisor.status()["counters"]["log.lost"] > 0
+            assert await supervisor.end(signal.SIGINT) == 0
+        finally:
+            await supervisor.close()
+            os.close(writer)
+            if where != "closed":
+                os.close(reader)

@@ -290,6 +290,7 @@ class Program:
         counters = {
             **self._control.counters,
             "journal.lost": self._journal.lost,
+            "log.lost": logs.lost(),
             "events": self._records.count,
             "lanes.depth": self._lanes.depth,
             "loop.gap_ms_max": self._driver.gap_ns_max // NS_PER_MS,
