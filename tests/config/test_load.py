@@ -175,6 +175,7 @@ def test_a_wrong_unit_is_refused_by_key_and_reason(write: Write, tmp_path: Path,
         '["x", "--controller={controller_address}", "--peer=host-b:7400"]',
         '["x", "{controller_address}", "[::1]:7400"]',
         '["x", "{controller_address}", "{controller_address}"]',
+        '["x", "--controllers={controller_address},{controller_address}"]',
     ],
 )
 def test_a_unit_that_passes_several_addresses_is_refused(write: Write, command: str) -> None:

@@ -162,6 +162,7 @@ def test_idle_clients_make_room_for_one_that_asks(tmp_path: Path) -> None:
                 assert await asked(path)
             assert time.monotonic() - began < 1.0
             assert server.counters["control.evicted"] >= 300 - 32
+            assert len(server._clients) <= 32
             for client in idle:
                 client.close()
 

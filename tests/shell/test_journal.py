@@ -105,7 +105,7 @@ def test_the_journal_is_rotated_by_size_and_bounded(path: Path, begin: Callable[
     assert numbers == list(range(numbers[0], 101)) and len(numbers) >= 20
 
 
-@pytest.mark.parametrize("how", ["removed", "moved", "folder removed"])
+@pytest.mark.parametrize("how", ["removed", "moved", "replaced", "folder removed"])
 def test_a_journal_that_was_taken_away_is_made_anew(path: Path, begin: Callable[..., Journal], how: str) -> None:
     """Whatever an operator or a rotation tool does, the next line is written where it belongs."""
     journal = begin()
@@ -115,6 +115,8 @@ def test_a_journal_that_was_taken_away_is_made_anew(path: Path, begin: Callable[
         path.rename(path.with_name("elsewhere"))
     else:
         path.unlink()
+    if how == "replaced":
+        path.touch()
     if how == "folder removed":
         path.parent.rmdir()
     journal.append("b.done", NOW)
