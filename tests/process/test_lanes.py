@@ -64,6 +64,11 @@ async def soon(fact: Callable[[], Any], what: str) -> None:
         await asyncio.sleep(0.002)
 
 
+def waiting(lanes: Lanes) -> list[object]:
+    """Return the threads that are asleep until somebody wakes them."""
+    return [*lanes._work._waiters, *lanes._stop_work._waiters]  # type: ignore[attr-defined]  # of the standard library
+
+
 def test_a_key_is_under_way_once_and_free_again_when_its_outcome_is_told(gate: Gate) -> None:
     """submit says IN_FLIGHT, never queues a second job of the key; in `done` the key may be submitted anew."""
 
@@ -112,9 +117,11 @@ def test_stop_work_has_threads_and_slots_of_its_own(gate: Gate) -> None:
     async def scene(loop: asyncio.AbstractEventLoop) -> None:
         lanes = Lanes(loop, threads=2, cap=5, reserved=1, reserved_cap=2)
         told: list[Outcome[str]] = []
+        await soon(lambda: len(waiting(lanes)) == 3, "all threads wait for work, so that they have to be woken")
         for name in "abcde":
             assert lanes.submit(name, gate.job(name), told.append) is ACCEPTED
         assert lanes.submit("f", gate.job("f"), told.append) is FULL
+        await soon(lambda: len(gate.running) == 2, "the general threads hang")
         stops: list[str] = []
         for name in ("s1", "s2"):
             assert lanes.submit(name, partial(str, name), lambda outcome: stops.append(outcome.unwrap()), Kind.STOP) is ACCEPTED

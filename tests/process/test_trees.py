@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from tests.process.stage import Stage, play, shell
+from xce_supervisor.process.identity import read_stat
+from xce_supervisor.process.table import own_children
 
 FORESTS = [pytest.param("cgroup", marks=pytest.mark.needs("cgroup2")), "group"]
 both = pytest.mark.parametrize("forest", FORESTS)
@@ -56,6 +58,35 @@ async def caught_at_once(stage: Stage) -> None:
 def test_nothing_escapes_a_tree(forest: str) -> None:
     """Whatever a child does to its session, group, parents or signals, its members are seen and `kill` ends them all."""
     play(caught_one_by_one, forest=forest)
+
+
+async def hidden(stage: Stage) -> dict[str, Any]:
+    leader = await stage.start("u", shell("(env -i setsid sleep 50 &) ; exec sleep 50"))
+
+    def orphan() -> int:
+        """The hiding process, by the kernel's own list: nobody has looked at the tree yet."""
+        for pid in own_children():
+            stat = read_stat(pid)
+            if stat is not None and pid != leader.pid and stat.session == pid and stat.name == "sleep":
+                return pid
+        return 0
+
+    pid = await stage.until(orphan, "it hides")
+    members = [identity.pid for identity, _ in stage.forest.tree("u").members()]
+    stage.forest.tree("u").kill()
+    await stage.emptied("u")
+    return {"found": sorted(members) == sorted([leader.pid, pid]), "gone": not is_alive_pid(pid)}
+
+
+def is_alive_pid(pid: int) -> bool:
+    stat = read_stat(pid)
+    return stat is not None and not stat.dead
+
+
+@both
+def test_who_hides_before_anybody_looks_is_found_too(forest: str) -> None:
+    """A descendant without parent, session and environment that was never seen in the tree before: still a member."""
+    assert play(hidden, forest=forest) == {"found": True, "gone": True}
 
 
 @pytest.mark.needs("cgroup2")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -127,10 +128,32 @@ def test_a_lock_file_that_was_removed_is_not_locked_twice(tmp_path: Path) -> Non
     assert (tmp_path / "victim").read_text(encoding="ascii") == "kept"
 
 
+def test_a_file_that_is_replaced_while_it_is_being_locked_is_not_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """docs/rules.md S16: between opening and locking somebody removes the file and another one wins on its successor."""
+    path = tmp_path / "lock"
+    flock = fcntl.flock
+    others: list[int] = []
+
+    def late(fd: int, how: int) -> None:
+        if not others:
+            path.unlink()
+            others.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC))
+            flock(others[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.write(others[0], str(os.getpid()).encode("ascii"))
+        flock(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    try:
+        with pytest.raises(AlreadyRunning):
+            acquire(path)
+    finally:
+        os.close(others[0])
+
+
 def test_a_dead_predecessors_pid_is_not_taken_for_the_winners(tmp_path: Path) -> None:
     """docs/rules.md S16: before the winner has written its pid the file holds an old one; the loser does not name that."""
-    import fcntl
-
     path = tmp_path / "lock"
     gone = in_lane(partial(spawn, shell("exit 0")))
     wait_code(gone)

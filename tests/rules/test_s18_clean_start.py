@@ -22,14 +22,14 @@ from xce_supervisor.process.spawn import Append, Given, Inherit, Journal, Null, 
 # The C library keeps two signals for itself (32 and 33); posix_spawn leaves them ignored, and no program can use them.
 LIBC_OWN = 1 << 31 | 1 << 32
 NOHUP = shutil.which("nohup") or "nohup"
-SIGNALS = r"grep -E '^Sig(Ign|Blk)' /proc/self/status"
+SIGNALS = ("/bin/grep", "-E", "^Sig(Ign|Blk)", "/proc/self/status")  # no shell: it would clear its mask
 
 
 async def signals_seen(stage: Stage, path: str) -> str:
     out = Append(path)
-    await stage.ended(await stage.spawn(shell(SIGNALS, stdout=out)))
+    await stage.ended(await stage.spawn(SpawnSpec(SIGNALS, PATH, stdout=out)))
     # prlimit goes before the program and must hand the same on
-    limited = shell(SIGNALS, stdout=out, limits={"core": (0, 0), "nofile": (64, 64)})
+    limited = SpawnSpec(SIGNALS, PATH, stdout=out, limits={"core": (0, 0), "nofile": (64, 64)})
     await stage.ended(await stage.spawn(limited))
     return Path(path).read_text(encoding="ascii")
 
@@ -52,6 +52,7 @@ def test_signals_are_default_and_unblocked_however_the_supervisor_was_started(be
 
 
 async def descriptors_seen(stage: Stage, path: str, wanted: int) -> dict[str, Any]:
+    os.set_inheritable(10, True)  # as a C library might, long after the start
     await stage.ended(await stage.spawn(shell("ls /proc/self/fd", stdout=Append(path))))
     plain = Path(path).read_text(encoding="ascii").split()
     read, write = os.pipe()
