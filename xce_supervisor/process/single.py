@@ -7,8 +7,11 @@ The file holds the winner's pid for the loser to read and is never removed, beca
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
+import socket
+import struct
 import time
 from pathlib import Path
 
@@ -24,7 +27,7 @@ class AlreadyRunning(Exception):
         self.path = path
         self.pid = pid
         who = f"pid {pid}" if pid is not None else "a process that has not written its pid yet"
-        super().__init__(f"already running: {who} holds {path}; stop that one first, or give this one another state directory")
+        super().__init__(f"already running: {who} holds {path}; stop that one first")
 
 
 class Single:
@@ -91,3 +94,45 @@ def _winner(fd: int) -> int | None:
         if time.monotonic() > give_up:
             return None
         time.sleep(0.005)
+
+
+class Claim:
+    """A name that one process of this host holds at a time. Use `claim`."""
+
+    def __init__(self, held: socket.socket) -> None:
+        self._held = held
+
+    def release(self) -> None:
+        """Give the name back. No-op the second time; the end of the process does it too."""
+        self._held.close()
+
+
+def claim(name: str) -> Claim:
+    """Take a name for this process, or fail at once: two state directories do not make two controllers out of one.
+
+    The name is an abstract socket's: it belongs to the network namespace in which the controller's address means the same to all,
+    leaves no file behind, and no child inherits it.
+
+    Raises AlreadyRunning with the pid of the holder.
+    """
+    address = b"\0xce-supervisor/" + name.encode("utf-8", "surrogateescape")[:90]
+    held = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+    try:
+        held.bind(address)
+        held.listen(1)
+    except OSError as error:
+        held.close()
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise AlreadyRunning(Path(name), _holder(address)) from None
+    return Claim(held)
+
+
+def _holder(address: bytes) -> int | None:
+    """Return who listens on a name, as the kernel tells it; None when it ended meanwhile."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK) as asked:
+        try:
+            asked.connect(address)
+        except OSError:
+            return None
+        return int(struct.unpack("3i", asked.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))[0])

@@ -12,13 +12,15 @@ from collections import deque
 from collections.abc import Callable
 
 from xce_supervisor.core import supervision
-from xce_supervisor.core.supervision import Effect, Event, LoopGapSeen, Policy, State, TimePassed
+from xce_supervisor.core.child_words import Spawn
+from xce_supervisor.core.supervision import Effect, Event, ForUnit, LoopGapSeen, Policy, State, TimePassed
 from xce_supervisor.core.words import NS_PER_MS, Now
 from xce_supervisor.process.alarm import Alarm
 from xce_supervisor.supervisor import clock
 
 # Late by less than this is everyday noise of a busy host.
 _GAP_NS_MIN = 500 * NS_PER_MS
+_UPKEEP_S = 0.001
 
 
 class Driver:
@@ -57,6 +59,7 @@ class Driver:
         if self._busy:
             return
         self._busy = True
+        spawning = False
         try:
             self._notice_gap()
             while self._queue:
@@ -64,11 +67,13 @@ class Driver:
                 self.state, effects = supervision.step(self.state, self._queue.popleft(), now, self.policy)
                 for effect in effects:
                     self._perform(effect)
+                    spawning = spawning or (isinstance(effect, ForUnit) and isinstance(effect.effect, Spawn))
         finally:
             self._busy = False
         if not self._settling:
             self._settling = True
-            self._loop.call_soon(self._settle)
+            # A lane that was just given a spawn gets the interpreter at once; our own upkeep can wait for a millisecond.
+            self._loop.call_later(_UPKEEP_S if spawning else 0, self._settle)
 
     def close(self) -> None:
         """Stop the timer."""

@@ -10,7 +10,6 @@ from typing import Literal, TextIO, cast
 
 import structlog
 
-
 # A pipe or a socket that says it can be written takes this much without blocking (PIPE_BUF).
 _AT_ONCE = 4096
 

@@ -35,7 +35,7 @@ from xce_supervisor.process.exits import Exited, Exits
 from xce_supervisor.process.identity import boot_id
 from xce_supervisor.process.lanes import Lanes
 from xce_supervisor.process.notify import sd_notify
-from xce_supervisor.process.single import AlreadyRunning, acquire
+from xce_supervisor.process.single import AlreadyRunning, acquire, claim
 from xce_supervisor.process.spawn import seal_descriptors
 from xce_supervisor.process.tree import open_forest
 from xce_supervisor.supervisor import adoption, clock, logs, report, view
@@ -75,11 +75,12 @@ def run(config: Config) -> int:
     os.umask(0o022)
     sys.setswitchinterval(_SWITCH_S)
     seal_descriptors()
-    _make_folders(config)
     try:
+        claimed = claim(config.controller.address)  # first: a rival with folders of its own touches not even those
+        _make_folders(config)
         held = acquire(config.supervisor.state_dir / "lock")
     except AlreadyRunning as error:
-        log.error("supervisor.refused", reason=str(error), controller=config.controller.id)
+        log.error("supervisor.refused", reason=str(error), controller=config.controller.id, address=config.controller.address)
         return LOCK_LOST
     loop = uvloop.new_event_loop()
     asyncio.set_event_loop(loop)
@@ -94,6 +95,7 @@ def run(config: Config) -> int:
     finally:
         loop.close()
         held.release()
+        claimed.release()
 
 
 class Program:

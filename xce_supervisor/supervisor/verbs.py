@@ -48,12 +48,12 @@ class Verbs:
             case "events":
                 return {unit: list(events) for unit, events in self._program.records.recent.items()}
             case "pause":
-                pause = Pause(_name(caller), _text(args.get("why", "")), time.time())
+                pause = Pause(_by(args, caller), _text(args.get("why", "")), time.time())
                 return self._each(args, PauseChanged(pause))
             case "resume":
                 return self._each(args, PauseChanged(None))
             case "restart":
-                return self._each(args, RestartAsked(_name(caller)))
+                return self._each(args, RestartAsked(_by(args, caller)))
             case "reload":
                 problem = self._program.reload()
                 if problem:
@@ -73,6 +73,14 @@ class Verbs:
         if not isinstance(unit, str) or unit not in known:
             raise Refused(f"unknown unit {str(unit)[:60]!r}; known are {', '.join(known) or 'none'}", "unknown unit")
         return unit
+
+
+def _by(args: dict[str, Any], caller: Caller) -> str:
+    """Return who asks, for people: the kernel's word, and before it the name that a client gave (who stands behind sudo)."""
+    name, told = _name(caller), args.get("by")
+    if not isinstance(told, str) or not told or told == name:
+        return name
+    return f"{told[:64]} (as {name})"
 
 
 def _name(caller: Caller) -> str:
