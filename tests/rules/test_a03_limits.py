@@ -121,18 +121,21 @@ def test_idle_connections_end_and_those_that_wait_for_an_answer_do_not() -> None
             serving(None, script, Limits(idle_s=0.4)) as server,
             raw(server) as mute,
             raw(server) as trickling,
+            raw(server) as both,
             raw(server) as waiting,
             raw(server) as busy,
         ):
             waiting.say(1, CtrlStatus(wait_ms=1))
-            ends = [asyncio.create_task(each.ended()) for each in (mute, trickling)]
+            both.say(1, CtrlStatus(wait_ms=1))  # waits for an answer, and trickles: that is no reason to wait for ever
+            ends = [asyncio.create_task(each.ended()) for each in (mute, trickling, both)]
             polled = asyncio.create_task(waiting.frames(1))
             for byte in BEAT[:60]:
                 trickling.send(bytes([byte]))
+                both.send(bytes([byte]))
                 busy.send(BEAT)
                 await asyncio.sleep(0.02)
-            assert await asyncio.gather(*ends) == [True, True]
-            assert server.counters.idle_ended == 2
+            assert await asyncio.gather(*ends) == [True, True, True]
+            assert server.counters.idle_ended == 3
             busy.send(BEAT)
             assert len(await busy.frames(61)) == 61
             script.held.set()

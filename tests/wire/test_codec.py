@@ -25,6 +25,7 @@ from xce_supervisor.wire.words import (
     Join,
     Opcode,
     Ping,
+    PushAck,
     Refusal,
     SchedulerExit,
 )
@@ -90,6 +91,35 @@ def test_a_message_of_several_segments_is_read() -> None:
     data = message.to_bytes()
     assert data[0] > 0
     assert decode(data) == Frame(id=5, body=Join(host_role=HostRole.WORKER, name="w" * 200, controller_id="c" * 200))
+
+
+HEAD = struct.pack("<HHIQ", Opcode.PUSH_ACK, 0, 0, 5)  # the envelope's two data words: opcode, answer, id
+ACK = struct.pack("<Q", 77)  # the data section of a PushAck: seq
+
+
+@pytest.mark.parametrize(
+    "segment",
+    [
+        # a newer peer's envelope: one more data word, one more pointer
+        struct.pack("<IHH", 0, 3, 2) + HEAD + bytes(8) + struct.pack("<IHH", 1 << 2, 1, 1) + bytes(8) + ACK + bytes(8),
+        # a word of nothing before the envelope
+        struct.pack("<IHH", 1 << 2, 2, 1) + bytes(8) + HEAD + struct.pack("<IHH", 0, 1, 1) + ACK + bytes(8),
+        # the body lies before the envelope that points to it
+        struct.pack("<IHH", 2 << 2, 2, 1) + ACK + bytes(8) + HEAD + struct.pack("<iHH", -5 << 2, 1, 1),
+        # the envelope as we write it, the body's text before its struct
+        struct.pack("<IHH", 0, 2, 1) + HEAD + struct.pack("<IHH", 1 << 2, 1, 1) + b"abc\0" + bytes(4) + ACK
+        + struct.pack("<iI", (-3 << 2) | 1, (4 << 3) | 2),
+    ],
+    ids=["longer", "later", "backwards", "text first"],
+)  # fmt: skip
+def test_a_message_is_read_however_it_is_laid_out(segment: bytes) -> None:
+    """Other encoders put structs where they like; the envelope of a newer peer may be longer than ours."""
+    message = struct.pack("<II", 0, len(segment) // 8) + segment
+    with SCHEMA.Request.from_bytes(message) as seen:
+        assert seen.body.as_struct(SCHEMA.PushAck.schema).seq == 77
+    frame = decode(message)
+    assert isinstance(frame, Frame) and isinstance(frame.body, PushAck) and (frame.id, frame.body.seq) == (5, 77), frame
+    assert frame.body.session_id in ("", "abc")
 
 
 def test_what_a_peer_leaves_out_takes_its_default() -> None:
