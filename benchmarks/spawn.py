@@ -189,7 +189,7 @@ class Bench:
                 self.note("none: hang ms", await gap.of(partial(asyncio.sleep, _HANG_S)))
         finally:
             gap.close()
-            holder.close()
+            await holder.close()
 
     async def exit_times(self, count: int) -> None:
         """From SIGKILL to the callback, and to a bare poll(2) on a pidfd for comparison."""
@@ -225,7 +225,7 @@ class LeaseHolder:
         theirs_in, self._in = os.pipe()
         self._out, theirs_out = os.pipe()
         actions = [(os.POSIX_SPAWN_DUP2, theirs_in, 0), (os.POSIX_SPAWN_DUP2, theirs_out, 1)]
-        os.posix_spawn(command[0], command, {**os.environ}, file_actions=actions, setsigmask=[])
+        self._pid = os.posix_spawn(command[0], command, {**os.environ}, file_actions=actions, setsigmask=[])
         os.close(theirs_in)
         os.close(theirs_out)
 
@@ -233,9 +233,13 @@ class LeaseHolder:
         os.write(self._in, b"x\n")
         assert os.read(self._out, 1) == b"h", "the lease was not given"
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        """End it and wait until the reaper of orphans has collected it: it lives in our cgroup, which could not go before."""
         os.close(self._in)
         os.close(self._out)
+        give_up = time.monotonic() + 15.0
+        while os.path.exists(f"/proc/{self._pid}") and time.monotonic() < give_up:
+            await asyncio.sleep(0.01)
 
 
 async def measure(size_mb: int, spawns: int, hangs: int) -> dict[str, Any]:
