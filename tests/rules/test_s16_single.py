@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes.controller import FakeController
 from tests.process.stage import BOUND_S, ROOT, in_lane, shell, until, wait_code
+from tests.shell.supervisor import Supervisor
 from xce_supervisor.process.single import AlreadyRunning, acquire
 from xce_supervisor.process.spawn import spawn
 
@@ -166,3 +168,29 @@ def test_a_dead_predecessors_pid_is_not_taken_for_the_winners(tmp_path: Path) ->
         assert caught.value.pid is None and "has not written" in str(caught.value)
     finally:
         os.close(fd)
+
+
+async def test_s16_two_configurations_with_folders_of_their_own_do_not_make_two_supervisors_of_one_controller(
+    tmp_path: Path,
+) -> None:
+    """docs/rules.md S16: the second one ends with 75, names the first one's pid, and has made nothing, its folders included."""
+    async with FakeController(role="standby") as controller:
+        first = Supervisor(tmp_path / "a", controller.address, {})
+        second = Supervisor(tmp_path / "b", controller.address, {})
+        for each in (first, second):
+            each.unit("scheduler", each.child("scheduler"))
+        try:
+            first.start()
+            await first.until(lambda: first.status()["role"]["is"] == "standby")
+            for _ in range(12):
+                second.start()
+                assert await second.ended() == 75
+            assert str(first.pid) in second.log.read_text()
+            assert not second.state_dir.exists() and not second.run_dir.exists()
+            assert await first.end() == 0
+            second.start()
+            await second.until(lambda: second.status()["role"]["is"] == "standby")
+            assert await second.end() == 0
+        finally:
+            await first.close()
+            await second.close()

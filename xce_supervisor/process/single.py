@@ -6,6 +6,7 @@ The file holds the winner's pid for the loser to read and is never removed, beca
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import fcntl
@@ -102,6 +103,15 @@ class Claim:
     def __init__(self, held: socket.socket) -> None:
         self._held = held
 
+    def attend(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Let rivals learn who we are for as long as the loop runs; without it only the first few of them do."""
+        loop.add_reader(self._held.fileno(), self._turn_away)
+
+    def _turn_away(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                self._held.accept()[0].close()  # the kernel has told the rival our pid by now
+
     def release(self) -> None:
         """Give the name back. No-op the second time; the end of the process does it too."""
         self._held.close()
@@ -119,7 +129,7 @@ def claim(name: str) -> Claim:
     held = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
     try:
         held.bind(address)
-        held.listen(1)
+        held.listen(8)
     except OSError as error:
         held.close()
         if error.errno != errno.EADDRINUSE:

@@ -85,6 +85,7 @@ def run(config: Config) -> int:
     loop = uvloop.new_event_loop()
     asyncio.set_event_loop(loop)
     loop.set_exception_handler(_on_bug)
+    claimed.attend(loop)
     try:
         return loop.run_until_complete(Program(loop, config).run())
     except ConfigError:
