@@ -163,6 +163,8 @@ class Children:
         submitted = self._lanes.submit(_spawn_key(unit), job, partial(self._spawned, unit, living))
         if submitted is Submitted.ACCEPTED:
             self.living[unit] = living
+            if unit in self._notify:
+                self._notify[unit].hold()
             return
         fault = words.Fault(False, "lane", "", 0, f"cannot start: the lanes are {submitted.value}")
         self._feed(unit, words.SpawnFailed(effect.generation, fault, self._random.random()))
@@ -193,6 +195,7 @@ class Children:
             living.identity = outcome.unwrap()
             self._feed(unit, words.Spawned(generation, living.identity, living.token))
             self._watch(unit, living)
+            self._listen(unit)
             return
         del self.living[unit]
         if isinstance(error, Stale | Closed):
@@ -297,8 +300,14 @@ class Children:
         path = self.config.supervisor.run_dir / "notify" / f"{unit}.sock"
         path.parent.mkdir(mode=0o755, exist_ok=True)
         socket = NotifySocket(self._loop, path, mode=0o666 if declared.unit.user else 0o600)
-        socket.listen(self._forest.tree(unit).contains, partial(self._noted, unit))
         self._notify[unit] = socket
+        self._listen(unit)
+
+    def _listen(self, unit: str) -> None:
+        """Read what the child says from when its tree is known on; what it said before waits in the socket."""
+        socket = self._notify.get(unit)
+        if socket is not None:
+            socket.listen(self._forest.tree(unit).contains, partial(self._noted, unit))
 
     def _noted(self, unit: str, notice: Notice) -> None:
         living = self.living.get(unit)
