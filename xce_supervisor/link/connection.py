@@ -16,6 +16,7 @@ from typing import Any, cast
 import structlog
 
 from xce_supervisor.errors import DeadlinePassed, PeerError, Redirected, RequestRefused
+from xce_supervisor.link.eager import begin
 from xce_supervisor.link.limits import DEFAULT_LIMITS, Budget, Counters, Limits
 from xce_supervisor.link.peer import PeerName, check_server, split_address
 from xce_supervisor.link.stream import Stream, connect_cause, set_options
@@ -190,6 +191,8 @@ class Connection:
     def _take(self, frames: list[Incoming]) -> None:
         self.last_frame_at = self._loop.time()
         for frame in frames:
+            if self.stream.ending:
+                return  # what was said after the end is not looked at
             if isinstance(frame, BadMessage):
                 self._take_bad(frame)
             elif frame.is_reply:
@@ -259,8 +262,10 @@ class Connection:
     # ---------------------------------------------------------------- answering
 
     def _run(self, number: int, message: Message, handler: Handler) -> None:
-        task = self._loop.create_task(self._serve(number, message, handler))
-        self._tasks[task] = message.opcode
+        task = begin(self._loop, self._serve(number, message, handler))
+        if task is not None:
+            self._tasks[task] = message.opcode
+            task.add_done_callback(self._tasks.pop)
 
     async def _serve(self, number: int, message: Message, handler: Handler) -> None:
         """The reply goes out in the very step in which the handler returns: before anything that the handler left to the loop."""
@@ -276,8 +281,6 @@ class Connection:
             log.error("handler.failed", opcode=message.opcode.name, remote=self.remote, peer=str(self.peer), exc_info=error)
             text = f"{message.opcode.name} failed at the peer: {type(error).__name__}"
             body = Refusal(code=ErrorCode.UNAVAILABLE, text=text)
-        finally:
-            self._tasks.pop(cast(asyncio.Task[None], asyncio.current_task()), None)
         if number:
             self._reply(number, body)
 

@@ -66,6 +66,11 @@ class Stream(asyncio.BufferedProtocol):
         self._ended = False
 
     @property
+    def ending(self) -> bool:
+        """Is it over, or about to be?"""
+        return bool(self._reason)
+
+    @property
     def partial(self) -> bool:
         """Has a part of a frame arrived whose rest is missing?"""
         return self._received > 0
