@@ -286,11 +286,17 @@ def settled(state: State) -> bool:
 def next_deadline(state: State, policy: Policy) -> Deadline | None:
     """Return when to come back with TimePassed at the latest; None for never."""
     soonest = role_part.next_deadline(state.role)
-    for name, child in state.children.items():
-        deadline = child_part.next_deadline(child, _unit(state, policy, name))
+    for name in state.children:
+        deadline = child_deadline(state, name, policy)
         if deadline is not None and (soonest is None or deadline.mono_ns < soonest.mono_ns):
             soonest = deadline
     return soonest
+
+
+def child_deadline(state: State, name: str, policy: Policy) -> Deadline | None:
+    """Return one unit's part of `next_deadline`, for a driver that remembers the others'; None for never, or no such unit."""
+    child = state.children.get(name)
+    return None if child is None else child_part.next_deadline(child, _unit(state, policy, name))
 
 
 def check(state: State) -> None:

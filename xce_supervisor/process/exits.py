@@ -23,6 +23,7 @@ from xce_supervisor.process.table import own_children
 
 _PR_SET_CHILD_SUBREAPER = 36
 _SIGSET_BYTES = 128
+_SWEEP_S = 0.05  # S19 gives an orphan a second
 _SIGNAL_RECORDS = 64 * 128  # struct signalfd_siginfo is 128 bytes
 
 
@@ -85,6 +86,7 @@ class Exits:
         self._on_orphan = on_orphan
         self._watches: dict[int, _Watch] = {}  # by pid
         self._signals = -1
+        self._sweeping: asyncio.TimerHandle | None = None
         self._end_listening: Callable[[], None] = _nothing
         self._seen: dict[int, int] = {}  # zombies that nobody claims, to the births begun at their first sight
 
@@ -125,7 +127,8 @@ class Exits:
             self._drop(former)  # not our child, gone, and its pid was given out again before the loop saw its end
             self._loop.call_soon(former.callback, Exited(former.identity))
         try:
-            fd = open_pidfd(identity)
+            # A child that nobody has waited for keeps its pid, so ours need no second look; others' pids may be used again.
+            fd = os.pidfd_open(identity.pid) if self.births.claimed(identity.pid) else open_pidfd(identity)
         except ProcessLookupError:
             self.births.release(identity.pid)
             self._loop.call_soon(callback, Exited(identity))
@@ -144,6 +147,9 @@ class Exits:
         """Forget everything and give back all descriptors. Children go on."""
         for watch in list(self._watches.values()):
             self._drop(watch)
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+            self._sweeping = None
         if self._signals >= 0:
             self._end_listening()
             self._loop.remove_reader(self._signals)
@@ -182,6 +188,11 @@ class Exits:
     def _on_sigchld(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.read(self._signals, _SIGNAL_RECORDS)
+        if self._sweeping is None:  # watched children are told of by their pidfds; orphans are in no hurry, and come in crowds
+            self._sweeping = self._loop.call_later(_SWEEP_S, self._on_sweep)
+
+    def _on_sweep(self) -> None:
+        self._sweeping = None
         self._sweep()
 
     def _on_birth_over(self) -> None:

@@ -13,7 +13,8 @@ from collections.abc import Callable
 
 from xce_supervisor.core import supervision
 from xce_supervisor.core.child_words import Spawn
-from xce_supervisor.core.supervision import Effect, Event, ForUnit, LoopGapSeen, Policy, State, TimePassed
+from xce_supervisor.core.role import next_deadline as next_role_deadline
+from xce_supervisor.core.supervision import ChildHappened, Effect, Event, ForUnit, LoopGapSeen, Policy, State, TimePassed
 from xce_supervisor.core.words import NS_PER_MS, Now
 from xce_supervisor.process.alarm import Alarm
 from xce_supervisor.supervisor import clock
@@ -47,6 +48,8 @@ class Driver:
         self._queue: deque[Event] = deque()
         self._busy = False
         self._settling = False
+        self._touched: set[str] = set(state.children)
+        self._deadlines: dict[str, int] = {}
         self._closed = False
         self._loop = loop
         self._fed_at: Now = clock.now()
@@ -63,8 +66,12 @@ class Driver:
         try:
             self._notice_gap()
             while self._queue:
-                now = clock.now()
-                self.state, effects = supervision.step(self.state, self._queue.popleft(), now, self.policy)
+                event = self._queue.popleft()
+                self.state, effects = supervision.step(self.state, event, clock.now(), self.policy)
+                if isinstance(event, ChildHappened):
+                    self._touched.add(event.unit)
+                else:
+                    self._touched.update(self.state.children)
                 for effect in effects:
                     self._perform(effect)
                     spawning = spawning or (isinstance(effect, ForUnit) and isinstance(effect.effect, Spawn))
@@ -93,9 +100,22 @@ class Driver:
         self._settling = False
         if self._closed:
             return
-        deadline = supervision.next_deadline(self.state, self.policy)
-        self._alarm.set(None if deadline is None else deadline.mono_ns)
+        self._alarm.set(self._soonest())
         self._after()
+
+    def _soonest(self) -> int | None:
+        """Return the core's next deadline, looking only at units that something happened to since the last time."""
+        for unit in self._touched:
+            deadline = supervision.child_deadline(self.state, unit, self.policy)
+            if deadline is None:
+                self._deadlines.pop(unit, None)
+            else:
+                self._deadlines[unit] = deadline.mono_ns
+        for unit in self._deadlines.keys() - self.state.children.keys():
+            del self._deadlines[unit]
+        self._touched = set()
+        role = next_role_deadline(self.state.role)
+        return min([*self._deadlines.values(), *([] if role is None else [role.mono_ns])], default=None)
 
     def _on_alarm(self) -> None:
         self.feed(TimePassed())

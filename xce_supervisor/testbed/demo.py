@@ -36,7 +36,7 @@ _JOB = 'echo "$XCE_JOB_ID $XCE_JOB_ATTEMPT" >> "{runs}"; sleep {sleep}'
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """engine: "sqlite" or "etcd". jobs: submitted over the whole run. rounds: of all five faults. keep: new folder for all files."""
+    """engine: "sqlite" or "etcd". jobs: submitted over the whole run. rounds: of all five faults. keep: a new folder."""
 
     engine: str = "sqlite"
     controllers: int = 3

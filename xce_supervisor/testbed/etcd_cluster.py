@@ -1,4 +1,4 @@
-"""A real etcd cluster of three members on loopback, for the demo and for tests: started, stopped, continued, killed and reaped by pid."""
+"""A real etcd cluster of three members on loopback, for the demo and tests: started, stopped, continued, killed, reaped."""
 
 from __future__ import annotations
 
