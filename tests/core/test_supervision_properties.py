@@ -46,7 +46,7 @@ _ACTIONS = st.one_of(
 )
 
 
-def _act(world: World, term: int, name: str, value: Any) -> int:  # noqa: PLR0912 - a table of actions
+def _act(world: World, term: int, name: str, value: Any) -> int:
     life = world.child.life
     if name == "primary":
         term += value
@@ -90,7 +90,7 @@ def _act(world: World, term: int, name: str, value: Any) -> int:  # noqa: PLR091
 def test_any_life_keeps_the_invariants_and_ends_in_at_most_one_child_that_matches_the_last_role(
     script: list[tuple[str, Any]], primary: bool
 ) -> None:
-    """docs/rules.md S1, S2, S5, S8, S12: after the last event, calm; then hold-down, grace and backoff pass, and all is as wanted."""
+    """docs/rules.md S1, S2, S5, S8, S12: after the last event, calm: hold-down, grace and backoff pass, and all is as wanted."""
     world = World()
     term = 1
     for name, value in script:

@@ -374,7 +374,7 @@ class FakeController:
             return self.foreign
         session = self.session_of(HostRole.SCHEDULER)
         if session is None:
-            return None
+            return SchedulerSession(joined=False)
         now = asyncio.get_running_loop().time()
         stall = int((now - session.unacked[0][1]) * 1000) if session.unacked else None
         return SchedulerSession(

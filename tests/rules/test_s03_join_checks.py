@@ -14,6 +14,7 @@ from xce_supervisor.wire.words import (
     ErrorCode,
     Heartbeat,
     HostRole,
+    SchedulerSession,
 )
 
 
@@ -33,7 +34,7 @@ async def test_a_join_for_another_controller_or_term_is_refused(tmp_path: Path) 
                 with pytest.raises(RequestRefused) as refused:
                     await scheduler.join(HostRole.SCHEDULER, "scheduler", **more)
                 assert refused.value.code == code
-            assert (await controllers.status(one)).scheduler is None
+            assert (await controllers.status(one)).scheduler == SchedulerSession(joined=False)
             joined = await scheduler.join(HostRole.SCHEDULER, "scheduler", controller_id="c1", term=1, spawn_token="mine")
             assert (joined.controller_id, joined.term) == ("c1", 1)
             session = (await controllers.status(one)).scheduler
@@ -66,4 +67,4 @@ async def test_a_second_scheduler_is_refused_while_the_first_is_alive(tmp_path: 
             await asyncio.wait([first.connection.closed], timeout=2)
             assert first.connection.closed.done()
             second.connection.close("it dies")
-            await controllers.says(one, lambda s: s.scheduler is None, within_s=1.0)
+            await controllers.says(one, lambda s: s.scheduler == SchedulerSession(joined=False), within_s=1.0)

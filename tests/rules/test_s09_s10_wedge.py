@@ -20,14 +20,14 @@ def joined_world() -> World:
     return world
 
 
-def poll(world: World, seconds: float, **session: int) -> None:
+def poll(world: World, seconds: float, *, pushed: int, acted: int, oldest_ms: int | None = None) -> None:
     """Answers every 250 ms for a while; oldest_ms grows by itself where it is given."""
-    oldest = session.pop("oldest_ms", None)
+    oldest = oldest_ms
     for _ in range(int(seconds * 4)):
         world.advance(250)
         if oldest is not None:
             oldest += 250
-        world.joined(oldest_ms=oldest, **session)
+        world.joined(pushed=pushed, acted=acted, oldest_ms=oldest)
 
 
 def test_s9_an_idle_scheduler_is_never_wedged() -> None:

@@ -35,6 +35,7 @@ from xce_supervisor.wire.words import (
     PushAck,
     QueuePush,
     Resync,
+    SchedulerSession,
 )
 
 
@@ -112,7 +113,7 @@ async def real_pair(controllers: Controllers) -> Pair:
     leader = await controllers.primary(30)
     [other] = controllers.others(leader)
     await controllers.says(other, lambda status: status.primary_address == leader.address, within_s=30)
-    await controllers.says(leader, lambda status: status.scheduler is None)
+    await controllers.says(leader, lambda status: status.scheduler == SchedulerSession(joined=False))
     term = (await controllers.status(leader)).term
     return Pair(controllers.stage, leader.address, leader.name, term, other.address, other.name)
 
@@ -154,7 +155,8 @@ def test_ctrlstatus_is_answered_in_every_role_with_the_fields_that_supervisors_n
         assert leads.instance_id and stands.instance_id and leads.instance_id != stands.instance_id
         assert stands.primary_address == pair.primary and stands.primary_id == pair.primary_id
         assert leads.quorum_age_ms is not None and leads.quorum_age_ms < 5000
-        assert leads.scheduler is None and leads.long_poll and leads.version > 0 and leads.engine == "sqlite"
+        assert leads.scheduler == SchedulerSession(joined=False)
+        assert leads.long_poll and leads.version > 0 and leads.engine == "sqlite"
 
     play(scenario)
 

@@ -13,6 +13,7 @@ from tests.fakes.controller_script import parse, play
 from tests.testbed.stage import Stage
 from xce_supervisor.errors import DeadlinePassed, PeerError, RequestRefused
 from xce_supervisor.testbed.client import ctrlstatus
+from xce_supervisor.wire.words import SchedulerSession
 
 
 @pytest.mark.parametrize(
@@ -67,7 +68,7 @@ async def test_a_script_is_played_at_its_times() -> None:
             await ctrlstatus(fake.address, None)
         await playing
         after = await ctrlstatus(fake.address, None)
-        assert (after.role, after.term, after.gate, after.scheduler) == ("primary", 8, "", None)
+        assert (after.role, after.term, after.gate, after.scheduler) == ("primary", 8, "", SchedulerSession(joined=False))
         assert after.instance_id != first and after.version > before.version
 
 

@@ -43,7 +43,7 @@ from xce_supervisor.testbed.controller_role import RoleDriver
 from xce_supervisor.testbed.controller_sessions import Session, Sessions
 from xce_supervisor.testbed.controller_status import Status
 from xce_supervisor.testbed.controller_workers import Workers
-from xce_supervisor.wire.words import CtrlStatusReply, HostRole, SchedulerExit
+from xce_supervisor.wire.words import CtrlStatusReply, HostRole, SchedulerExit, SchedulerSession
 
 log = structlog.get_logger("controller")
 
@@ -276,7 +276,7 @@ class Controller:
             gate_detail=refused.detail if refused else "",
             quorum_age_ms=self.role.quorum_age_ms(),
             commit_index=self.ledger.applied,
-            scheduler=self.pushes.view() if self.pushes is not None else None,
+            scheduler=self.pushes.view() if self.pushes is not None else SchedulerSession(joined=False),
             jobs_pending=table.count(JobState.PENDING),
             jobs_running=table.count(JobState.DISPATCHED, JobState.RUNNING),
             jobs_finished=table.count(JobState.DONE, JobState.FAILED),
