@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Mapping, Sequence
 from typing import assert_never
 
@@ -24,6 +23,7 @@ from xce_supervisor.core.child_words import (
 from xce_supervisor.core.role import Primary, RoleState, Standby, Unknown, reason_not_primary
 from xce_supervisor.core.supervision import Policy, State
 from xce_supervisor.core.words import NS_PER_MS, NS_PER_S, Now
+from xce_supervisor.process.exits import signal_name
 from xce_supervisor.supervisor import view
 from xce_supervisor.wire.words import CtrlStatusReply
 
@@ -169,10 +169,3 @@ def _last_exit(child: Child, now: Now) -> view.LastExit | None:
     name = None if ended.signal is None else signal_name(ended.signal)
     return view.LastExit(code=ended.code, signal=name, reason=ended.reason, ago_s=now.since(ended.at) / NS_PER_S)
 
-
-def signal_name(number: int) -> str:
-    """Return e.g. "SIGKILL" for 9, "signal 77" for one without a name."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
