@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.core.world import World
+from tests.core.world import Process, World
 from xce_supervisor.core import supervision as sup
 from xce_supervisor.core.child_words import (
     Adopted,
@@ -21,11 +21,12 @@ from xce_supervisor.core.child_words import (
     SpawnFailed,
     Starting,
     Stopping,
+    UnitPolicy,
     Unkillable,
     live_run,
 )
-from xce_supervisor.core.role import Session
-from xce_supervisor.core.words import NS_PER_S, Binding, Identity, Role
+from xce_supervisor.core.role import RolePolicy, Session
+from xce_supervisor.core.words import NS_PER_S, Binding, Gap, Identity, Now, Role
 
 _ACTIONS = st.one_of(
     st.tuples(st.just("primary"), st.integers(0, 1)),
@@ -66,7 +67,7 @@ def _act(world: World, term: int, name: str, value: Any) -> int:
         world.answer(Role.PRIMARY, term=max(1, term), session=Session(False, "", "", 0, 0, None))
     elif name == "gap":
         world.advance(value * 1000, tick=False)
-        world.feed(sup.LoopGapSeen(value * NS_PER_S))
+        world.feed(sup.LoopGapSeen(Gap(value * NS_PER_S, value * NS_PER_S)))
     elif name == "restart":
         world.happened("scheduler", RestartAsked("anna"))
     elif name == "pause":
@@ -162,6 +163,72 @@ def test_s17_a_survivor_whose_binding_no_longer_holds_is_stopped(answer: str) ->
 
 
 def _survivor(binding: Binding) -> Any:
-    from tests.core.world import Process
-
     return Process("scheduler", 3, binding, "tok", Identity(4711, 99, "boot"))
+
+
+def test_a_unit_that_is_bound_to_nothing_runs_from_the_start_whatever_the_role() -> None:
+    """A unit with binding `always` needs no answer of a controller; one added by a reload neither."""
+    always = UnitPolicy("exporter", role_bound=False, session_readiness=False)
+    world = World(units={"scheduler": UnitPolicy("scheduler"), "exporter": always})
+    world.feed(sup.TimePassed())
+    assert [p.unit for p in world.alive] == ["exporter"]
+    more = {**world.policy.units, "second": UnitPolicy("second", role_bound=False, session_readiness=False)}
+    world.policy = sup.Policy(world.policy.role, more)
+    world.feed(sup.UnitsReloaded(frozenset(), {}, world.policy))
+    assert sorted(p.unit for p in world.alive) == ["exporter", "second"]
+
+
+def test_s17_a_survivor_of_a_unit_that_is_configured_no_more_is_adopted_and_stopped() -> None:
+    """docs/rules.md S17, S5: and generations go on where the former supervisor was."""
+    binding = Binding("c1", "i1", 7)
+    policy = sup.Policy(RolePolicy("c1"), {"scheduler": UnitPolicy("scheduler")})
+    world = World()
+    world.state = sup.initial(world.now, policy, binding, None, {"scheduler": 41}, ["old"])
+    world.processes.append(Process("old", 3, binding, "tok", Identity(4711, 99, "boot")))
+    world.happened("old", Adopted(3, Identity(4711, 99, "boot"), binding, "tok"))
+    assert world.processes[0].signals[:2] == ["TERM", "CONT"] and not world.alive
+    world.answer(Role.PRIMARY, term=8)
+    world.advance(300)
+    assert [p.generation for p in world.alive] == [42] and set(world.state.children) == {"scheduler"}
+
+
+def test_s10_a_suspend_is_credited_by_each_clock_as_it_went() -> None:
+    """docs/rules.md S10, L23: eight hours of suspend give a deaf child on its way down no second of monotonic time."""
+    world = World()
+    world.next_deaf = True
+    world.answer(term=1)
+    world.answer(Role.STANDBY)
+    world.advance(1_500)
+    hours = 8 * 3600 * NS_PER_S
+    world.now = Now(world.now.mono_ns, world.now.boot_ns + hours)
+    world.feed(sup.LoopGapSeen(Gap(0, hours)))
+    world.advance(4_600)
+    assert world.processes[0].signals == ["TERM", "CONT", "KILL"]
+
+
+def test_s14_sigkill_is_sent_again_to_what_is_still_there_and_does_not_keep_the_supervisor() -> None:
+    """docs/rules.md S14: the first one may have been lost; and an upgrade does not wait for a process in D state."""
+    world = World()
+    world.next_immortal = world.next_deaf = True
+    world.answer(term=1)
+    world.answer(Role.STANDBY)
+    world.advance(30_000)
+    assert world.processes[0].signals.count("KILL") >= 4
+    world.feed(sup.LeaveAsked(True))
+    assert world.left
+
+
+def test_s6_a_restart_asked_for_while_the_spawn_is_in_flight_is_done_when_it_returns() -> None:
+    """docs/rules.md S6, S24: in flight is never a lost request; while paused it waits for the resume."""
+    world = World()
+    world.slow_spawn = True
+    world.answer(term=1)
+    world.happened("scheduler", RestartAsked("reload"))
+    world.slow_spawn = False
+    world.finish_spawns()
+    assert len(world.processes) == 2 and len(world.alive) == 1
+    world.happened("scheduler", PauseChanged(Pause("anna", "why not", 0.0)))
+    world.happened("scheduler", RestartAsked("reload"))
+    assert len(world.processes) == 2 and len(world.alive) == 1
+    world.happened("scheduler", PauseChanged(None))
+    assert len(world.processes) == 3

@@ -8,7 +8,7 @@ from tests.core.world import World
 from xce_supervisor.core import supervision as sup
 from xce_supervisor.core.child_words import Pause, PauseChanged, Running, Stopping, StopReason
 from xce_supervisor.core.role import Session
-from xce_supervisor.core.words import NS_PER_S, Now
+from xce_supervisor.core.words import NS_PER_S, Gap, Now
 
 
 def joined_world() -> World:
@@ -140,7 +140,7 @@ def test_s10_a_judge_who_was_absent_credits_the_gap_and_verifies_the_role_first(
     world.advance(2_000)
     gap = 30 * NS_PER_S
     world.now = Now(world.now.mono_ns + gap, world.now.boot_ns + gap)
-    world.feed(sup.LoopGapSeen(gap))
+    world.feed(sup.LoopGapSeen(Gap(gap, gap)))
     world.feed(sup.Silent("no answer within 1000 ms"))
     assert world.polls == 1 and isinstance(world.child.life, Running)
     world.answer(term=1, session=Session(False, "", "", 0, 0, None))
@@ -155,7 +155,7 @@ def test_s10_a_judge_who_was_absent_credits_the_gap_and_verifies_the_role_first(
 def test_s10_a_binding_that_lapsed_during_the_gap_ends_before_anything_else() -> None:
     """docs/rules.md S10: the answer after the gap says another term."""
     world = joined_world()
-    world.feed(sup.LoopGapSeen(10 * NS_PER_S))
+    world.feed(sup.LoopGapSeen(Gap(10 * NS_PER_S, 10 * NS_PER_S)))
     world.answer(term=2)
     life = world.child.life
     assert (isinstance(life, Running) and life.run.binding.term == 2) or isinstance(life, Stopping) or not world.alive

@@ -137,3 +137,19 @@ async def test_s7_a_silent_controller_is_noticed_and_its_child_stopped_at_the_li
             assert await supervisor.end(signal.SIGINT) == 0
         finally:
             await supervisor.close()
+
+
+async def test_a_unit_bound_to_nothing_runs_beside_a_silent_controller_and_ends_with_the_supervisor(tmp_path: Path) -> None:
+    """Binding `always`: no controller is needed to start it, and it is restarted at once when it dies."""
+    supervisor = Supervisor(tmp_path, "127.0.0.1:1", {})
+    supervisor.unit("exporter", supervisor.child("exporter", binding="always", stop='on_supervisor_stop = "stop"\n' + FAST))
+    try:
+        supervisor.start()
+        pid = (await supervisor.running("exporter"))["pid"]
+        os.kill(pid, signal.SIGKILL)
+        await supervisor.until(lambda: supervisor.of("exporter")["pid"] not in (None, pid))
+        await supervisor.until(lambda: len(supervisor.alive("exporter")) == 1)
+        assert await supervisor.end() == 0
+        assert supervisor.alive("exporter") == []
+    finally:
+        await supervisor.close()

@@ -33,6 +33,7 @@ from xce_supervisor.core.child_words import (
     ChildEvent,
     EvidenceKept,
     GapSeen,
+    KillTree,
     LeaderExited,
     Life,
     PauseChanged,
@@ -67,7 +68,7 @@ from xce_supervisor.core.child_words import (
     WatchProgram,
     live_run,
 )
-from xce_supervisor.core.words import Deadline, Now
+from xce_supervisor.core.words import Deadline, Gap, Now
 
 
 def step(child: Child, event: ChildEvent, now: Now, policy: UnitPolicy) -> Step:
@@ -133,8 +134,8 @@ def _handle(child: Child, event: ChildEvent, now: Now, policy: UnitPolicy) -> St
             kind = "child.resumed" if pause is None else "child.paused"
             text = "" if pause is None else f"by {pause.by}: {pause.why}"
             return replace(child, pause=pause), (Record(kind, text),)
-        case GapSeen(gap_ns=gap_ns):
-            return replace(child, life=_credited(child.life, gap_ns)), ()
+        case GapSeen(gap=gap):
+            return replace(child, life=_credited(child.life, gap)), ()
         case Ticked():
             return child, ()
         case _:
@@ -147,7 +148,7 @@ def _handle(child: Child, event: ChildEvent, now: Now, policy: UnitPolicy) -> St
 def _start(child: Child, now: Now) -> Step:
     assert isinstance(child.want, Want), "only a wanted child is started"
     run = Run(child.generation + 1, child.want.binding, "")
-    child = replace(child, life=Starting(run, now, withdrawn=False), generation=run.generation)
+    child = replace(child, life=Starting(run, now, withdrawn=False), generation=run.generation, restart_due=False)
     return child, (Spawn(run.generation, run.binding, child.failures + 1),)
 
 
@@ -241,12 +242,11 @@ def _on_restart_asked(child: Child, by: str, now: Now, policy: UnitPolicy) -> St
     child = replace(child, failures=0, spawn_faults=0)
     record = Record("child.restart_asked", f"by {by}")
     match child.life:
-        case Running():
-            child, effects = child_stop.begin(child, child.life, StopReason.RESTART, f"restart asked by {by}", now, policy)
-            return child, (record, *effects)
+        case Running() | Starting():
+            return replace(child, restart_due=True), (record,)  # begun by _reconcile as soon as nothing stands against it
         case Waiting() | Blocked():
             return replace(child, life=Resting(now)), (record,)
-        case Resting() | Starting() | Stopping() | Unkillable():
+        case Resting() | Stopping() | Unkillable():
             return child, (record,)
         case _:
             assert_never(child.life)
@@ -259,6 +259,9 @@ def _on_time(child: Child, now: Now, policy: UnitPolicy) -> Step:
     life = child.life
     if isinstance(life, Stopping) and life.deadline.waited_out(now):
         return child_stop.descend(child, life, now, policy)
+    if isinstance(life, Unkillable) and life.retry.waited_out(now):  # the first SIGKILL may have been lost on its way
+        retry = now.after(policy.kill_limit_ns)
+        return replace(child, life=replace(life, retry=retry)), (KillTree(life.run.generation),)
     if (
         isinstance(life, Running)
         and child.failures
@@ -278,12 +281,15 @@ def _reconcile(child: Child, now: Now, policy: UnitPolicy) -> Step:
                 return child_stop.begin(child, life, want.reason, want.text, now, policy)
             if want.binding != life.run.binding:
                 return child_stop.begin(child, life, StopReason.REBOUND, "binding changed (missed demotion)", now, policy)
+            if child.restart_due and child.pause is None:  # S24: a pause is no time to stop what could not be started again
+                child = replace(child, restart_due=False)
+                return child_stop.begin(child, life, StopReason.RESTART, "restart asked", now, policy)
         case Starting():
             unwanted = isinstance(want, Unwanted) or want.binding != life.run.binding
             if unwanted and not life.withdrawn:
                 return replace(child, life=replace(life, withdrawn=True)), (CancelSpawn(life.run.generation),)
         case Waiting() | Blocked() if isinstance(want, Unwanted):
-            return replace(child, life=Resting(now)), ()
+            return replace(_absolved(child, life, want), life=Resting(now)), ()
         case Resting():
             if may_start(child, now):
                 return _start(child, now)
@@ -300,6 +306,13 @@ def _reconcile(child: Child, now: Now, policy: UnitPolicy) -> Step:
     return child, ()
 
 
+def _absolved(child: Child, life: Life, want: Unwanted) -> Child:
+    """An end with a code that a demotion explains was obedience (S4), no crash: it does not count."""
+    if isinstance(life, Waiting) and life.confirm_after is not None and want.reason is StopReason.DEMOTED:
+        return replace(child, failures=max(0, child.failures - 1), restarts=max(0, child.restarts - 1))
+    return child
+
+
 def startable(child: Child) -> bool:
     """Is a child wanted, and are the gates open that time alone does not open: pause and a fresh role?"""
     return isinstance(child.want, Want) and child.want.startable and child.pause is None
@@ -311,13 +324,13 @@ def may_start(child: Child, now: Now) -> bool:
     return isinstance(want, Want) and startable(child) and (want.not_before is None or want.not_before.waited_out(now))
 
 
-def _credited(life: Life, gap_ns: int) -> Life:
+def _credited(life: Life, gap: Gap) -> Life:
     """Deadlines that judge a child move out by our own absence (S10)."""
     match life:
         case Running():
-            return replace(life, watch=stall.credited(life.watch, gap_ns), probes=())
+            return replace(life, watch=stall.credited(life.watch, gap), probes=())
         case Stopping():
-            return replace(life, deadline=life.deadline.credited(gap_ns))
+            return replace(life, deadline=life.deadline.credited(gap))
         case Resting() | Waiting() | Blocked() | Starting() | Unkillable():
             return life
         case _:
@@ -339,7 +352,9 @@ def next_deadline(child: Child, policy: UnitPolicy) -> Deadline | None:
             return hold
         case Running(ready_at=ready_at):
             return ready_at.after(policy.healthy_ns) if child.failures and ready_at is not None else None
-        case Starting() | Unkillable():
+        case Unkillable(retry=retry):
+            return retry
+        case Starting():
             return None
         case _:
             assert_never(life)

@@ -81,7 +81,17 @@ def descend(child: Child, life: Stopping, now: Now, policy: UnitPolicy) -> Step:
             child, effects = _enter(child, life, Rung.KILL, now, policy)
             return child, (Record("child.killed", "grace is over"), *effects)
         case Rung.KILL:
-            after = Unkillable(life.run, life.identity, now, life.reason, life.text, life.exit, life.started_at, life.ready_at)
+            after = Unkillable(
+                life.run,
+                life.identity,
+                now,
+                life.reason,
+                life.text,
+                life.exit,
+                now.after(policy.kill_limit_ns),
+                life.started_at,
+                life.ready_at,
+            )
             return replace(child, life=after), (Record("child.unkillable", "still there after SIGKILL; no successor is started"),)
         case _:
             assert_never(life.rung)

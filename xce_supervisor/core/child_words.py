@@ -8,7 +8,7 @@ from enum import Enum, StrEnum
 from xce_supervisor.core.backoff import BackoffPolicy
 from xce_supervisor.core.role import Session
 from xce_supervisor.core.stall import StallPolicy, Watch
-from xce_supervisor.core.words import NS_PER_MS, NS_PER_S, Binding, Deadline, Identity, Now
+from xce_supervisor.core.words import NS_PER_MS, NS_PER_S, Binding, Deadline, Gap, Identity, Now
 
 # The binding of units that are bound to nothing: they are wanted as long as the supervisor runs.
 ALWAYS = Binding("", "", 0)
@@ -188,6 +188,7 @@ class Unkillable:
     reason: StopReason
     text: str
     exit: Exit | None
+    retry: Deadline
     started_at: Now
     ready_at: Now | None
 
@@ -197,7 +198,10 @@ Life = Resting | Waiting | Blocked | Starting | Running | Stopping | Unkillable
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """A unit's child over all its lives. failures: crashes and wedges in a row. restarts: crashes and wedges, ever."""
+    """A unit's child over all its lives. failures: crashes and wedges in a row. restarts: crashes and wedges, ever.
+
+    restart_due: a restart was asked for that could not begin yet (a spawn in flight, a pause).
+    """
 
     want: Want | Unwanted
     life: Life
@@ -207,6 +211,7 @@ class Child:
     restarts: int = 0
     last_exit: Exit | None = None
     pause: Pause | None = None
+    restart_due: bool = False
 
 
 def live_run(life: Life) -> Run | None:
@@ -328,7 +333,7 @@ class PauseChanged:
 
 @dataclass(frozen=True, slots=True)
 class GapSeen:
-    gap_ns: int
+    gap: Gap
 
 
 @dataclass(frozen=True, slots=True)

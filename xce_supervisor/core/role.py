@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import assert_never
 
-from xce_supervisor.core.words import NS_PER_S, Binding, Deadline, Now, Role
+from xce_supervisor.core.words import NS_PER_S, Binding, Deadline, Gap, Now, Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +123,9 @@ class RoleSilent:
 
 @dataclass(frozen=True, slots=True)
 class RoleGapSeen:
-    """We were not running for gap_ns: what we knew may have lapsed (S10)."""
+    """We were not running: what we knew may have lapsed (S10)."""
 
-    gap_ns: int
+    gap: Gap
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ def initial(now: Now, policy: RolePolicy, held: Binding | None = None) -> RoleSt
 def step(state: RoleState, event: RoleEvent, now: Now, policy: RolePolicy) -> RoleState:
     """Return the next state."""
     if isinstance(event, RoleGapSeen):
-        return _verify(state, event.gap_ns, now, policy)
+        return _verify(state, event.gap, now, policy)
     state = _let_go(state, now)
     match event:
         case RoleAnswered(answer):
@@ -201,14 +201,14 @@ def _let_go(state: RoleState, now: Now) -> RoleState:
     return state
 
 
-def _verify(state: RoleState, gap_ns: int, now: Now, policy: RolePolicy) -> RoleState:
+def _verify(state: RoleState, gap: Gap, now: Now, policy: RolePolicy) -> RoleState:
     """We did not run: what we held may have lapsed. Nobody could answer us meanwhile, so the gap does not count (S10)."""
-    reason = f"this supervisor did not run for {gap_ns / NS_PER_S:.1f} s"
+    reason = f"this supervisor did not run for {gap.longest_ns / NS_PER_S:.1f} s"
     match state.is_:
         case Primary(binding=binding):
             return replace(state, is_=Unknown(now, reason, now.after(policy.unknown_limit_ns), binding))
         case Unknown(held=held) if held is not None:
-            return replace(state, is_=replace(state.is_, limit=state.is_.limit.credited(gap_ns)))
+            return replace(state, is_=replace(state.is_, limit=state.is_.limit.credited(gap)))
         case Standby() | Unknown():
             return state
         case _:

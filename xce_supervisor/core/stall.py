@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from xce_supervisor.core.role import Session
-from xce_supervisor.core.words import NS_PER_MS, NS_PER_S, Deadline, Now
+from xce_supervisor.core.words import NS_PER_MS, NS_PER_S, Deadline, Gap, Now
 
 # Pauses of the controller's loop shorter than this are everyday scheduling noise, not absence.
 GAP_NS_MIN = 500 * NS_PER_MS
@@ -109,9 +109,9 @@ def _suspect(watch: Watch, acted_seq: int, now: Now, policy: StallPolicy) -> tup
     return watch, None
 
 
-def credited(watch: Watch, gap_ns: int) -> Watch:
+def credited(watch: Watch, gap: Gap) -> Watch:
     """Return the watch after our own absence: deadlines move out, a suspicion starts anew (S10)."""
-    join_by = watch.join_by.credited(gap_ns) if watch.join_by is not None else None
+    join_by = watch.join_by.credited(gap) if watch.join_by is not None else None
     owed = watch.owed_since
-    owed_since = None if owed is None else Now(owed.mono_ns + gap_ns, owed.boot_ns + gap_ns)
+    owed_since = None if owed is None else Now(owed.mono_ns + gap.mono_ns, owed.boot_ns + gap.boot_ns)
     return replace(watch, join_by=join_by, suspect=None, owed_since=owed_since)

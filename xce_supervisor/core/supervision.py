@@ -37,6 +37,7 @@ from xce_supervisor.core.child_words import (
     StopReason,
     Ticked,
     UnitPolicy,
+    Unkillable,
     Unwanted,
     Waiting,
     Want,
@@ -56,7 +57,7 @@ from xce_supervisor.core.role import (
     Standby,
     Unknown,
 )
-from xce_supervisor.core.words import Binding, Deadline, Now
+from xce_supervisor.core.words import Binding, Deadline, Gap, Now
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,17 +109,18 @@ class ChildHappened:
 
 @dataclass(frozen=True, slots=True)
 class LoopGapSeen:
-    """Our own loop stood still for gap_ns beyond when it should have woken."""
+    """Our own loop stood still beyond when it should have woken."""
 
-    gap_ns: int
+    gap: Gap
 
 
 @dataclass(frozen=True, slots=True)
 class UnitsReloaded:
-    """The configuration changed; `step` is given the new policy. restart: units whose definition changed."""
+    """The configuration changed. policy: holds from here on. restart: units that changed. removed: units whose file is gone."""
 
     restart: frozenset[str]
     removed: Mapping[str, UnitPolicy]
+    policy: Policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,9 +173,10 @@ def initial(
     """
     removed = {name: UnitPolicy(name) for name in strays}
     state = State(role_part.initial(now, policy.role, held), {}, removed=removed)
-    pauses = pauses or {}
+    pauses, generations = pauses or {}, generations or {}
     children = {
-        name: Child(_want(state, name, unit), Resting(now), pause=pauses.get(name)) for name, unit in policy.units.items()
+        name: Child(_want(state, name, unit), Resting(now), generation=generations.get(name, 0), pause=pauses.get(name))
+        for name, unit in {**removed, **policy.units}.items()
     }
     return replace(state, children=children)
 
@@ -193,10 +196,10 @@ def step(state: State, event: Event, now: Now, policy: Policy) -> Step:
             if role_part.next_deadline(state.role) is None:  # nothing but this child can have changed
                 return _one(state, unit, child_event, now, policy)
             state, effects = _one(state, unit, child_event, now, policy)
-        case LoopGapSeen(gap_ns):
-            role_event, every = RoleGapSeen(gap_ns), GapSeen(gap_ns)
-            effects = (Record("loop.gap_seen", "", (("gap_ms", gap_ns // 1_000_000),)), PollRole())
-        case UnitsReloaded(restart, removed):
+        case LoopGapSeen(gap):
+            role_event, every = RoleGapSeen(gap), GapSeen(gap)
+            effects = (Record("loop.gap_seen", "", (("gap_ms", gap.longest_ns // 1_000_000),)), PollRole())
+        case UnitsReloaded(restart, removed, _):
             state = _reloaded(state, removed, policy, now)
             effects = (Record("config.reloaded", "", (("restarted", ",".join(sorted(restart))),)),)
         case LeaveAsked(stop_all):
@@ -229,7 +232,9 @@ def step(state: State, event: Event, now: Now, policy: Policy) -> Step:
 def _is_due(state: State, child: Child, name: str, unit: UnitPolicy, now: Now) -> bool:
     """Has a deadline of the child passed, or is something else wanted now? All others need no look: a hundred units may idle."""
     deadline = child_part.next_deadline(child, unit)
-    return (deadline is not None and deadline.waited_out(now)) or _want(state, name, unit) != child.want
+    if (deadline is not None and deadline.waited_out(now)) or _want(state, name, unit) != child.want:
+        return True
+    return isinstance(child.life, Resting) and child_part.may_start(child, now)
 
 
 def _told(role: RoleState, answer: Answer) -> tuple[SessionSeen | RoleConfirmed, ...]:
@@ -275,8 +280,8 @@ def _one(state: State, name: str, event: ChildEvent, now: Now, policy: Policy) -
 def settled(state: State) -> bool:
     """Has every child that must end with the supervisor ended, and is no spawn in flight?"""
     for child in state.children.values():
-        if live_run(child.life) is None:
-            continue
+        if live_run(child.life) is None or isinstance(child.life, Unkillable):
+            continue  # what not even SIGKILL ends is left to the next supervisor; waiting would only block its coming
         if isinstance(child.life, Running) and not isinstance(child.want, Unwanted):
             continue  # it stays, on its own self-checks, until the next supervisor adopts it (S4, S17)
         return False

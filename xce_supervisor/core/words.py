@@ -58,9 +58,22 @@ class Deadline:
         """Return the nanoseconds left by the faster clock; 0 when ended."""
         return max(0, min(self.mono_ns - now.mono_ns, self.boot_ns - now.boot_ns))
 
-    def credited(self, gap_ns: int) -> Deadline:
-        """Return the deadline moved out by `gap_ns`: a judge who was absent does not judge (docs/rules.md S10)."""
-        return Deadline(self.mono_ns + gap_ns, self.boot_ns + gap_ns)
+    def credited(self, gap: Gap) -> Deadline:
+        """Return the deadline moved out by `gap`: a judge who was absent does not judge (docs/rules.md S10)."""
+        return Deadline(self.mono_ns + gap.mono_ns, self.boot_ns + gap.boot_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """How long somebody did not run, by each clock, in nanoseconds: over a suspend only one of them goes on."""
+
+    mono_ns: int
+    boot_ns: int
+
+    @property
+    def longest_ns(self) -> int:
+        """By the faster clock, for people."""
+        return max(self.mono_ns, self.boot_ns)
 
 
 class Role(StrEnum):

@@ -7,7 +7,6 @@ timerfd in the loop does neither. It costs nothing while it is not due.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ctypes
 import os
 from collections.abc import Callable
@@ -58,7 +57,9 @@ class Alarm:
             self._fd = -1
 
     def _on_due(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # set anew since it fired
+        try:
             os.read(self._fd, 8)
-            self._at_ns = None
-            self._callback()
+        except BlockingIOError:  # set anew since it fired
+            return
+        self._at_ns = None
+        self._callback()

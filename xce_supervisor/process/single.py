@@ -72,8 +72,9 @@ def acquire(path: Path) -> Single:
         if _is_still(path, fd):
             break
         os.close(fd)  # somebody removed or replaced the file between opening and locking it
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, f"{os.getpid()}\n".encode("ascii"), 0)
+    with contextlib.suppress(OSError):  # a full disk costs a rival our pid, not us the lock
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode("ascii"), 0)
     return Single(path, fd)
 
 

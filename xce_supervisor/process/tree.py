@@ -109,13 +109,21 @@ def open_forest(loop: asyncio.AbstractEventLoop, name: str, births: Births, root
         return group.GroupForest(loop, births, f"process groups and the child subreaper: {error}")
 
 
-def start(spec: SpawnSpec, tree: Tree, births: Births, warn: Warn) -> Identity:
+def start(spec: SpawnSpec, tree: Tree, births: Births, warn: Warn, at_birth: Callable[[], None] | None = None) -> Identity:
     """Spawn a child into its tree: the lane's whole work of a start.
+
+    at_birth: called last of all before the process exists; what it raises prevents the birth.
 
     Raises SpawnError. A child that the tree would not take is killed and left to the reaper of orphans.
     """
     with contextlib.ExitStack() as opened:
-        identity = spawn(spec, births, warn, lambda: opened.enter_context(tree.expecting()))
+
+        def expect() -> None:
+            opened.enter_context(tree.expecting())
+            if at_birth is not None:
+                at_birth()
+
+        identity = spawn(spec, births, warn, expect)
         try:
             tree.adopt_leader(identity, mark.token_of(spec.env))
         except OSError as error:

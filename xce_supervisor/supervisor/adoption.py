@@ -51,6 +51,11 @@ def survivors(
                 kept.append(Survivor(unit, living, [leader, *(each for each in members if each != leader)], True))
                 continue
         if members:
+            if record is not None and environment(members[0].pid, (TOKEN,)).get(TOKEN, "") == record.token:
+                # Its leader is dead, and this is what it left behind: to be ended, not to be taken for a child that works (S5).
+                left = Living(record.generation, NOBODYS, record.token, members[0], record.started_wall_s)
+                kept.append(Survivor(unit, left, members, True))
+                continue
             generation = generations.get(unit, 0) + 1
             kept.append(Survivor(unit, _from_marks(members[0], generation), members, False))
     return kept

@@ -117,7 +117,17 @@ class Children:
         self._units = {unit.name: unit for unit in config.units}
 
     def perform(self, unit: str, effect: words.ChildEffect) -> None:
-        """Begin one effect."""
+        """Begin one effect. What the system refuses (no descriptor, a full disk) never ends the supervisor (S12)."""
+        try:
+            self._begin(unit, effect)
+        except OSError as error:
+            log.error("effect.failed", child=unit, effect=type(effect).__name__, reason=str(error))
+            if isinstance(effect, words.Spawn):
+                self.living.pop(unit, None)
+                fault = words.Fault(False, "shell", str(error.filename or ""), error.errno or 0, f"cannot start: {error}")
+                self._feed(unit, words.SpawnFailed(effect.generation, fault, self._random.random()))
+
+    def _begin(self, unit: str, effect: words.ChildEffect) -> None:
         match effect:
             case words.Spawn():
                 self._spawn(unit, effect)
@@ -199,9 +209,13 @@ class Children:
             stdout=out,
             stderr=out,
         )
-        if living.binding not in (words.ALWAYS, self._held()):  # S2: again, immediately before
+        check = partial(self._check_binding, living)
+        return start(spec, self._forest.tree(unit.name), self._exits.births, partial(_warn, unit.name), check)
+
+    def _check_binding(self, living: Living) -> None:
+        """In the lane, immediately before the process exists: looking at files before that may have taken minutes (S2)."""
+        if living.binding not in (words.ALWAYS, self._held()):
             raise Stale
-        return start(spec, self._forest.tree(unit.name), self._exits.births, partial(_warn, unit.name))
 
     def _spawned(self, unit: str, living: Living, outcome: Outcome[Identity]) -> None:
         generation = living.generation
@@ -216,6 +230,9 @@ class Children:
         if isinstance(error, Stale | Closed):
             reason = "its binding had gone stale in the lane" if isinstance(error, Stale) else str(error)
             self._feed(unit, words.SpawnCancelled(generation, reason))
+        elif isinstance(error, OSError):
+            fault = words.Fault(False, "lane", str(error.filename or ""), error.errno or 0, f"cannot start: {error}")
+            self._feed(unit, words.SpawnFailed(generation, fault, self._random.random()))
         elif isinstance(error, spawn.SpawnError):
             self._signatures[unit] = error
             fault = words.Fault(error.permanent, error.step, error.path, error.errno, error.text)
@@ -237,7 +254,13 @@ class Children:
 
     def _watch(self, unit: str, living: Living) -> None:
         assert living.identity is not None, "only a spawned child is watched"
-        self._exits.watch(living.identity, partial(self._exited, unit, living.generation))
+        if self.living.get(unit) is not living:
+            return
+        try:
+            self._exits.watch(living.identity, partial(self._exited, unit, living.generation))
+        except OSError as error:  # no descriptor left: its end waits for us as a zombie, so nothing is lost
+            log.error("child.not_watched_yet", child=unit, reason=str(error))
+            self._loop.call_later(_LOOK_S, self._watch, unit, living)
 
     def _exited(self, unit: str, generation: int, exited: Exited) -> None:
         tree = self._forest.tree(unit)

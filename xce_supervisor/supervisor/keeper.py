@@ -31,6 +31,7 @@ _KEY = "keep"
 _DELAY_S = 0.05
 # The picture is for when we do not answer; making it costs more than writing it, so it is not made more often than this.
 _PICTURE_S = 1.0
+_RETRY_S = 5.0
 
 
 class Keeper:
@@ -99,6 +100,8 @@ class Keeper:
         self.problem = saved.problem
         if saved.news:
             self._records.take("", Record("state.problem" if saved.problem else "state.saved_again", saved.problem))
+        if saved.problem and self._timer is None:  # also in calm: a pause must not be lost because the disk was full for a moment
+            self._timer = self._loop.call_later(_RETRY_S, self._submit)
         self.keep()
 
 

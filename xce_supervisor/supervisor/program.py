@@ -143,8 +143,7 @@ class Program:
             loaded.state.generations,
             [survivor.unit for survivor in found if survivor.unit not in policy.units],
         )
-        quiet_ns = (config.role.poll_interval_ms + config.role.request_deadline_ms) * NS_PER_MS
-        self._driver = Driver(loop, initial, policy, self._perform, self._after_burst, quiet_ns)
+        self._driver = Driver(loop, initial, policy, self._perform, self._after_burst)
         self._keeper = Keeper(
             loop, self._lanes, self._state_file, self._places.last_status, self._records, self._to_keep, self.status
         )
@@ -154,6 +153,7 @@ class Program:
             config.role.poll_interval_ms,
             config.role.request_deadline_ms,
             self._driver.feed,
+            self._driver.expect,
         )
         self._verbs = Verbs(self)
         self._control = ControlServer(self._places.socket, self._verbs.handle)
@@ -320,10 +320,9 @@ class Program:
         self.config = new
         self._children.use(new)
         self._watch.retime(new.role.poll_interval_ms, new.role.request_deadline_ms)
-        self._driver.policy = self._policy(new)
         removed = {name: before.units[name] for name in changed.removed}
         restart = frozenset(change.name for change in changed.changed if change.restart)
-        self._driver.feed(sup.UnitsReloaded(restart, removed))
+        self._driver.feed(sup.UnitsReloaded(restart, removed, self._policy(new)))
         return ""
 
     def _policy(self, config: Config) -> sup.Policy:
@@ -351,7 +350,7 @@ class Program:
 def _on_bug(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """A callback failed. The state may be anything now, so end at once: children go on, and our successor adopts them (S17)."""
     error = context.get("exception")
-    if error is None or isinstance(error, OSError):
+    if error is None or (isinstance(error, OSError) and ("transport" in context or "protocol" in context)):
         log.warning("loop.complained", reason=context.get("message", ""), error=repr(error))
         return
     log.critical("supervisor.crashed", reason=context.get("message", ""), exc_info=error)

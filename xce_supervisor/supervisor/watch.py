@@ -25,13 +25,15 @@ log = structlog.get_logger()
 
 # A status answer is small; whoever sends more is no controller of ours.
 _ANSWER_BYTES_MAX = 1024 * 1024
+_PAUSE_S = 0.02
 
 
 class RoleWatch:
     """Asks one address for as long as `run` runs.
 
     poll_interval_ms: time between answers at most. request_deadline_ms: for each connection and each answer beyond its wait.
-    feed: takes Answered or Silent, on the loop. seen: the last whole answer, for `status`.
+    feed: takes Answered or Silent, on the loop. expect: is told within how many seconds `feed` will be called at the latest.
+    seen: the last whole answer, for `status`.
     """
 
     def __init__(
@@ -41,11 +43,13 @@ class RoleWatch:
         poll_interval_ms: int,
         request_deadline_ms: int,
         feed: Callable[[Answered | Silent], None],
+        expect: Callable[[float], None],
     ) -> None:
         self._address = address
         self._tls = tls
         self.retime(poll_interval_ms, request_deadline_ms)
         self._feed = feed
+        self._expect = expect
         self._limits = Limits(frame_bytes=_ANSWER_BYTES_MAX)
         self._connection: Connection | None = None
         self._extra: asyncio.Task[None] | None = None
@@ -61,6 +65,7 @@ class RoleWatch:
         try:
             while True:
                 await self._visit()
+                self._expect(self._poll_s + self._deadline_s)
                 await asyncio.sleep(self._poll_s)
         finally:
             if self._extra is not None:
@@ -74,6 +79,7 @@ class RoleWatch:
 
     async def _visit(self) -> None:
         """One connection, from the first answer to the first failure."""
+        self._expect(self._deadline_s)
         try:
             self._connection = await connect(
                 self._address, self._tls, deadline_s=self._deadline_s, on_push=_ignore, limits=self._limits
@@ -85,16 +91,19 @@ class RoleWatch:
             self._hang_up("no usable answer")
 
     async def _poll(self, connection: Connection) -> None:
-        version, long_poll = 0, False
+        version, long_poll, loop = 0, False, asyncio.get_running_loop()
         while True:
-            wait_ms = int(self._poll_s * 1000) if long_poll else 0
+            wait_ms, asked_s = int(self._poll_s * 1000) if long_poll else 0, loop.time()
             reply = await self._ask(connection, CtrlStatus(known_version=version, wait_ms=wait_ms), wait_ms / 1000)
             version, long_poll = reply.version, reply.long_poll
             if not long_poll:
-                await asyncio.sleep(self._poll_s)
+                self._expect(self._poll_s + self._deadline_s)
+            # A controller that answers every long poll at once costs a question each 20 ms, not a core.
+            await asyncio.sleep(max(0.0, _PAUSE_S - (loop.time() - asked_s)) if long_poll else self._poll_s)
 
     async def _ask(self, connection: Connection, query: CtrlStatus, wait_s: float) -> CtrlStatusReply:
         asked_at = clock.now()
+        self._expect(wait_s + self._deadline_s)
         try:
             reply = await connection.request(query, wait_s + self._deadline_s)
         except DeadlinePassed as error:
