@@ -95,8 +95,10 @@ async def perform(options: Options, tell: Callable[[Scene], None]) -> Report:
         finally:
             await scene.sight.end()
     finally:
-        await asyncio.shield(stage.stop())
-        stage.close(keep=options.keep is not None)
+        try:
+            await asyncio.shield(stage.stop())
+        finally:  # also when a second Ctrl-C cuts the polite end short
+            stage.close(keep=options.keep is not None)
 
 
 def _folder(options: Options) -> Path:
@@ -130,7 +132,8 @@ class _Play:
             self._violations.append(f"the cluster was not whole {_WHOLE_S:g} s after its start")
         self._zero_s = time.monotonic()
         primary = self._sight.primary()
-        self._scene.say(f"the cluster is whole: {primary.name if primary else 'nobody'} is primary, its scheduler has joined")
+        if primary is not None:
+            self._scene.say(f"the cluster is whole: {primary.name} is primary, its scheduler has joined")
         jobs = asyncio.ensure_future(self._submit())
         try:
             for _ in range(self._options.rounds):
