@@ -19,6 +19,7 @@ from xce_supervisor.core.child_words import (
     Starting,
     Waiting,
 )
+from xce_supervisor.core.gates import degraded
 from xce_supervisor.core.words import NS_PER_S, Role
 
 
@@ -152,3 +153,14 @@ def test_s24_a_pause_starts_and_restarts_nothing_until_resumed(crash: bool) -> N
     assert not world.alive
     world.happened("scheduler", PauseChanged(None))
     assert world.alive
+
+
+def test_s13_a_spawn_that_hangs_in_its_lane_is_shown() -> None:
+    """docs/rules.md S12, S13: nothing can be done about a hung file system, but it is loud."""
+    world = World()
+    world.slow_spawn = True
+    world.answer(term=1)
+    assert degraded(world.state, "scheduler", world.policy.units["scheduler"], world.now) == ()
+    world.advance(11_000)
+    world.answer(term=1)
+    assert "lane" in degraded(world.state, "scheduler", world.policy.units["scheduler"], world.now)[0]

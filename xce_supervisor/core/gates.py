@@ -28,6 +28,10 @@ from xce_supervisor.core.supervision import State
 from xce_supervisor.core.words import NS_PER_S, Deadline, Now
 
 
+# A spawn takes milliseconds; what is still in its lane after this long waits for a disk.
+_SLOW_SPAWN_NS = 10 * NS_PER_S
+
+
 @dataclass(frozen=True, slots=True)
 class Gate:
     """One condition. closed: it holds the unit back. detail: for people, with numbers where there are any."""
@@ -148,6 +152,8 @@ def degraded(state: State, name: str, unit: UnitPolicy, now: Now) -> tuple[str, 
             reasons.append(f"cannot start: {fault.text}")
         case Waiting(why=why) if isinstance(child.want, Want):
             reasons.append(f"{why}; waiting to start again")
+        case Starting(asked_at=asked_at) if now.since(asked_at) > _SLOW_SPAWN_NS:
+            reasons.append(f"the spawn has been in a lane for {seconds(now.since(asked_at))}: a file system may hang")
         case Unkillable():
             reasons.append("unkillable: still there after SIGKILL")
         case Running(watch=watch) if unit.session_readiness and watch.suspect is not None:

@@ -17,6 +17,8 @@ from xce_supervisor.core.words import NS_PER_MS, NS_PER_S, Deadline, Gap, Now
 
 # Pauses of the controller's loop shorter than this are everyday scheduling noise, not absence.
 GAP_NS_MIN = 500 * NS_PER_MS
+# A controller that claims longer pauses than this would switch the judgement off.
+GAP_NS_MAX = 30 * NS_PER_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,7 @@ def judge(
     if not (session.joined and session.spawn_token == token):
         return _judge_absent(watch, now, policy)
     age_ns = session.oldest_unacked_ns or 0
-    credit_ns = loop_gap_ns if loop_gap_ns >= GAP_NS_MIN else 0
+    credit_ns = min(loop_gap_ns, GAP_NS_MAX) if loop_gap_ns >= GAP_NS_MIN else 0
     owed_since = None if session.oldest_unacked_ns is None else Now(now.mono_ns - age_ns, now.boot_ns - age_ns)
     joined = replace(watch, join_by=None, stall_ns=age_ns, owed_since=owed_since)
     if age_ns < policy.stall_timeout_ns + credit_ns:

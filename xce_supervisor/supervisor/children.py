@@ -222,6 +222,7 @@ class Children:
         error = outcome.error
         if error is None:
             living.identity = outcome.unwrap()
+            self._signatures.pop(unit, None)
             self._feed(unit, words.Spawned(generation, living.identity, living.token))
             self._watch(unit, living)
             self._listen(unit)
