@@ -27,7 +27,6 @@ from xce_supervisor.core.role import Primary, Standby, Unknown
 from xce_supervisor.core.supervision import State
 from xce_supervisor.core.words import NS_PER_S, Deadline, Now
 
-
 # A spawn takes milliseconds; what is still in its lane after this long waits for a disk.
 _SLOW_SPAWN_NS = 10 * NS_PER_S
 
