@@ -124,8 +124,7 @@ class Children:
             log.error("effect.failed", child=unit, effect=type(effect).__name__, reason=str(error))
             if isinstance(effect, words.Spawn):
                 self.living.pop(unit, None)
-                fault = words.Fault(False, "shell", str(error.filename or ""), error.errno or 0, f"cannot start: {error}")
-                self._feed(unit, words.SpawnFailed(effect.generation, fault, self._random.random()))
+                self._refused(unit, effect.generation, "shell", error)
 
     def _begin(self, unit: str, effect: words.ChildEffect) -> None:
         match effect:
@@ -168,10 +167,6 @@ class Children:
             look.cancel()
         for socket in self._notify.values():
             socket.close()
-
-    def tree_text(self, unit: str) -> str:
-        """Return, for the state file, how the unit's tree is held."""
-        return getattr(self._forest.tree(unit), "path", "")
 
     # ------------------------------------------------------------------ starting
 
@@ -232,14 +227,18 @@ class Children:
             reason = "its binding had gone stale in the lane" if isinstance(error, Stale) else str(error)
             self._feed(unit, words.SpawnCancelled(generation, reason))
         elif isinstance(error, OSError):
-            fault = words.Fault(False, "lane", str(error.filename or ""), error.errno or 0, f"cannot start: {error}")
-            self._feed(unit, words.SpawnFailed(generation, fault, self._random.random()))
+            self._refused(unit, generation, "lane", error)
         elif isinstance(error, spawn.SpawnError):
             self._signatures[unit] = error
             fault = words.Fault(error.permanent, error.step, error.path, error.errno, error.text)
             self._feed(unit, words.SpawnFailed(generation, fault, self._random.random()))
         else:
             raise error
+
+    def _refused(self, unit: str, generation: int, step: str, error: OSError) -> None:
+        """The system refused something around a spawn; that passes by itself (S13)."""
+        fault = words.Fault(False, step, str(error.filename or ""), error.errno or 0, f"cannot start: {error}")
+        self._feed(unit, words.SpawnFailed(generation, fault, self._random.random()))
 
     def _marks(self, unit: str, living: Living) -> dict[str, str]:
         """What is added to a child's environment so that it is known again, by us and by the next supervisor (S17)."""
